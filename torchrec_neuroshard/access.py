@@ -1,0 +1,173 @@
+"""Access distributions: how a table's lookups spread over its rows.
+
+A distribution is kept as a rank-frequency histogram (rows sorted by falling popularity, cut into
+logarithmic bins), which depends on neither the batch size nor the number of samples it was estimated
+from. Whatever a batch of ``n`` lookups needs, such as its expected number of distinct rows, is derived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Exponents averaged by :meth:`AccessDistribution.population`, the default for a table of unknown skew.
+# They span the pool that the shipped cost models were trained on.
+POPULATION_EXPONENTS: tuple[float, ...] = (0.0, 0.3, 0.6, 0.9, 1.05, 1.2)
+
+_BINS_PER_OCTAVE = 3
+_HEAD_COUNT = 5  # observations from which a row's own share is trusted
+
+
+@dataclass(frozen=True, eq=False)
+class AccessDistribution:
+    """Rank-frequency histogram of the lookups of one table.
+
+    Attributes:
+        counts: [bins] number of rows in each bin, most popular rows first.
+        masses: [bins] share of the lookups that go to each bin; sums to 1.
+    """
+
+    counts: NDArray[np.float64]
+    masses: NDArray[np.float64]
+
+    def __post_init__(self) -> None:
+        if self.counts.shape != self.masses.shape or self.counts.ndim != 1:
+            raise ValueError(
+                f"counts and masses must be vectors of one length, got {self.counts.shape} and {self.masses.shape}"
+            )
+        if not (np.all(self.counts > 0) and np.all(self.masses >= 0)):
+            raise ValueError("counts must be positive and masses must not be negative")
+        if abs(float(self.masses.sum()) - 1.0) > 1e-6:
+            raise ValueError(f"masses must sum to 1, got {float(self.masses.sum())}")
+
+    @classmethod
+    def zipf(cls, rows: int, exponent: float) -> AccessDistribution:
+        """Bounded power law: the row of popularity rank ``r`` is looked up in proportion to ``r**-exponent``.
+
+        Args:
+            rows: number of rows of the table.
+            exponent: 0 is uniform; production tables range from 0.6 to 1.3.
+        """
+        if rows < 1:
+            raise ValueError(f"a table needs at least one row, got {rows}")
+        if exponent < 0:
+            raise ValueError(f"a Zipf exponent must not be negative, got {exponent}")
+        return _zipf(int(rows), float(exponent))
+
+    @classmethod
+    def population(cls, rows: int) -> AccessDistribution:
+        """The default for a table of unknown skew: the mean over :data:`POPULATION_EXPONENTS`."""
+        members = [cls.zipf(rows, exponent) for exponent in POPULATION_EXPONENTS]
+        return cls(members[0].counts, np.mean([member.masses for member in members], axis=0))
+
+    @classmethod
+    def from_ids(cls, ids: NDArray[np.int64] | Sequence[int], rows: int) -> AccessDistribution:
+        """Estimates the distribution from observed lookups.
+
+        Rows seen at least :data:`_HEAD_COUNT` times keep their observed share. All others, seen or not, form
+        a power-law tail whose exponent is the one for which a sample of this size is expected to hold as
+        many distinct rows as it did, so that larger batches are extrapolated along the tail.
+
+        Args:
+            ids: [lookups] row ids in [0, rows).
+            rows: number of rows of the table.
+
+        Raises:
+            ValueError: an id lies outside the table.
+        """
+        array = np.asarray(ids, dtype=np.int64)
+        if array.size == 0:
+            return cls.population(rows)
+        if array.min() < 0 or array.max() >= rows:
+            raise ValueError(f"ids span [{array.min()}, {array.max()}] but the table has rows [0, {rows})")
+        seen = np.sort(np.unique(array, return_counts=True)[1])[::-1].astype(np.float64)
+        head = seen[seen >= _HEAD_COUNT]
+        head_counts, head_masses = np.empty(0), np.empty(0)
+        if head.size:
+            edges = _bin_edges(head.size)
+            head_counts = np.diff(edges).astype(np.float64)
+            head_masses = np.diff(np.concatenate([[0.0], np.cumsum(head)])[edges]) / array.size
+        if head.size == rows:
+            return cls(head_counts, head_masses / head_masses.sum())
+
+        def with_tail(exponent: float) -> AccessDistribution:
+            tail_counts, tail_masses = _power_law_bins(rows - head.size, exponent, first_rank=head.size)
+            masses = np.concatenate([head_masses, tail_masses * (1.0 - head_masses.sum())])
+            return cls(np.concatenate([head_counts, tail_counts]), masses / masses.sum())
+
+        low, high = 0.0, 4.0
+        for _ in range(30):
+            middle = (low + high) / 2
+            if with_tail(middle).expected_unique(array.size) > seen.size:
+                low = middle
+            else:
+                high = middle
+        return with_tail(low)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the table."""
+        return int(round(float(self.counts.sum())))
+
+    def expected_unique(self, lookups: float) -> float:
+        """Expected number of distinct rows among ``lookups`` independent draws."""
+        if lookups <= 0:
+            return 0.0
+        probability = np.minimum(self.masses / self.counts, 1.0 - 1e-15)
+        return float((self.counts * -np.expm1(lookups * np.log1p(-probability))).sum())
+
+    def top_mass(self, rows: float) -> float:
+        """Share of the lookups that go to the ``rows`` most popular rows."""
+        ends = np.cumsum(self.counts)
+        cumulative = np.cumsum(self.masses)
+        return float(np.interp(rows, np.concatenate([[0.0], ends]), np.concatenate([[0.0], cumulative])))
+
+    def sample(self, lookups: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Draws [lookups] popularity ranks in [0, rows); rank 0 is the most popular row."""
+        cumulative = np.cumsum(self.masses)
+        starts = np.concatenate([[0.0], np.cumsum(self.counts)[:-1]])
+        draws = rng.random(lookups) * cumulative[-1]
+        bins = np.minimum(np.searchsorted(cumulative, draws, side="right"), self.masses.size - 1)
+        within = (draws - (cumulative - self.masses)[bins]) / np.maximum(self.masses[bins], 1e-300)
+        ranks = starts[bins] + np.floor(np.clip(within, 0.0, 1.0 - 1e-12) * self.counts[bins])
+        return ranks.astype(np.int64)
+
+
+def scatter_ranks(ranks: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
+    """Maps popularity ranks to row ids that lie scattered over the table (a fixed affine permutation)."""
+    multiplier = max(1, int(rows * 0.6180339887))
+    while np.gcd(multiplier, rows) != 1:
+        multiplier += 1
+    return (ranks * multiplier + 7) % rows
+
+
+def _bin_edges(rows: int) -> NDArray[np.int64]:
+    """[bins + 1] edges: single ranks first, then _BINS_PER_OCTAVE bins for each doubling of the rank."""
+    octaves = np.log2(rows + 1)
+    grid = np.exp2(np.linspace(0.0, octaves, max(2, int(np.ceil(octaves * _BINS_PER_OCTAVE)) + 1)))
+    edges = np.unique(np.round(grid).astype(np.int64)) - 1
+    edges[-1] = rows
+    return edges
+
+
+@lru_cache(maxsize=65536)
+def _zipf(rows: int, exponent: float) -> AccessDistribution:
+    return AccessDistribution(*_power_law_bins(rows, exponent))
+
+
+def _power_law_bins(
+    rows: int, exponent: float, first_rank: int = 0
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Bins the power law over the ranks [first_rank, first_rank + rows): counts and masses, both [bins]."""
+    edges = _bin_edges(rows)
+    # Midpoint rule: the integral from r - 1/2 to r + 1/2 stands for r**-exponent.
+    positions = edges.astype(np.float64) + first_rank + 0.5
+    if abs(exponent - 1.0) < 1e-9:
+        masses = np.diff(np.log(positions))
+    else:
+        masses = np.diff(positions ** (1.0 - exponent)) / (1.0 - exponent)
+    return np.diff(edges).astype(np.float64), masses / masses.sum()

@@ -1,0 +1,86 @@
+"""What a measurement ran on: a hardware fingerprint and the versions of what was timed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+
+@lru_cache(maxsize=None)
+def hardware_fingerprint(device_type: str) -> dict[str, Any]:
+    """Describes the device under measurement; ``name`` tells kinds of machine apart.
+
+    Args:
+        device_type: "cpu" or "cuda".
+    """
+    host: dict[str, Any] = {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "caches": _cpu_caches(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "transparent_hugepages": _transparent_hugepages(),
+    }
+    if device_type == "cuda":
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return {
+            "name": _slug(properties.name),
+            "device": "cuda",
+            "gpu": properties.name,
+            "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
+            "gpu_l2_mib": round(properties.L2_cache_size / 2**20, 1),
+            "multiprocessors": properties.multi_processor_count,
+            **host,
+        }
+    return {"name": _slug(host["cpu"]), "device": "cpu", **host}
+
+
+@lru_cache(maxsize=None)
+def software_versions() -> dict[str, str]:
+    """Versions of Python, torch, FBGEMM and TorchRec, where installed."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("fbgemm-gpu", "fbgemm-gpu-cpu", "torchrec"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
+
+
+def _cpu_model() -> str:
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return match.group(1).strip() if match else platform.processor() or platform.machine()
+
+
+def _cpu_caches() -> dict[str, str]:
+    caches: dict[str, str] = {}
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            kind = (index / "type").read_text().strip()
+            level = (index / "level").read_text().strip()
+            caches[f"L{level}{'i' if kind == 'Instruction' else ''}"] = (index / "size").read_text().strip()
+        except OSError:
+            continue
+    return caches
+
+
+def _transparent_hugepages() -> str:
+    try:
+        match = re.search(r"\[(\w+)\]", Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text())
+    except OSError:
+        return "unknown"
+    return match.group(1) if match else "unknown"

@@ -1,0 +1,184 @@
+"""The pool that measured groups are drawn from: public base tables, augmented.
+
+NeuroShard augments a fixed pool of production tables and tests on the same pool; here base tables are split
+into training and held-out ones *before* augmentation, so that held-out error is error on unseen tables.
+
+References:
+    [Zha2023neuroshard] D. Zha et al. Pre-train and Search: Efficient Embedding Table Sharding with
+        Pre-trained Neural Cost Models. MLSys 2023, arXiv 2305.01868, section 3.1 (input generation).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from torchrec_neuroshard.measure.specs import CollectiveSpec, GroupSpec, ShardSpec
+
+_SYNTHETIC_BASES = 400
+_HELD_OUT_SHARE = 0.2  # of the base tables
+_COMMON_DIMS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_DIM_WEIGHTS = (0.04, 0.07, 0.14, 0.17, 0.19, 0.09, 0.15, 0.03, 0.06, 0.02, 0.02, 0.01, 0.01)
+
+
+@dataclass(frozen=True)
+class BaseTable:
+    """A table before augmentation (see ``base_tables.json`` for the public ones)."""
+
+    id: str
+    num_embeddings: int
+    pooling_factor: float
+
+    @property
+    def held_out(self) -> bool:
+        """Whether only evaluation may see this table; decided by its id alone, for good."""
+        return int(hashlib.sha256(self.id.encode()).hexdigest()[:8], 16) / 2**32 < _HELD_OUT_SHARE
+
+
+@dataclass(frozen=True)
+class WorkCap:
+    """Upper bounds of one record, by which the sampler shrinks a group."""
+
+    iteration_ms: float
+    weight_bytes: int
+
+
+# (probability, cap): most records are cheap; the rest test extrapolation to heavier groups.
+WORK_CAPS: tuple[tuple[float, WorkCap], ...] = (
+    (0.75, WorkCap(60.0, 400 << 20)),
+    (0.20, WorkCap(200.0, 1 << 30)),
+    (0.05, WorkCap(500.0, 2 << 30)),
+)
+
+
+@lru_cache(maxsize=None)
+def base_tables() -> tuple[BaseTable, ...]:
+    """Public tables, and synthetic ones that fill the gaps between them (log-uniform rows and pooling)."""
+    public = json.loads((Path(__file__).parent / "base_tables.json").read_text())["tables"]
+    bases = [BaseTable(t["id"], int(t["num_embeddings"]), float(t["pooling_factor"])) for t in public]
+    rng = np.random.default_rng(20261130)
+    for index in range(_SYNTHETIC_BASES):
+        rows = int(10 ** rng.uniform(2.0, 7.0))
+        pooling = float(np.round(10 ** rng.uniform(0.0, 2.3), 2)) if rng.random() < 0.8 else 1.0
+        bases.append(BaseTable(f"synthetic/{index}", rows, pooling))
+    return tuple(bases)
+
+
+def sample_group(seed: int, index: int) -> GroupSpec:
+    """The ``index``-th group of the sample with this seed; any prefix of the sequence covers the space.
+
+    About 15 % of the groups are made of held-out base tables only, the others of training tables only.
+    """
+    rng = np.random.default_rng([seed, index])
+    held_out = rng.random() < 0.15
+    bases = [base for base in base_tables() if base.held_out == held_out]
+    cap = WORK_CAPS[int(rng.choice(len(WORK_CAPS), p=[share for share, _ in WORK_CAPS]))][1]
+    batch_size = int(2 ** rng.triangular(6, 11, 16))
+    if rng.random() < 0.6:
+        batch_size = 2 ** int(round(np.log2(batch_size)))
+    count = int(round(2 ** rng.uniform(0, 8)))
+    common_dim = _sample_dim(rng) if rng.random() < 0.3 else None
+    common_zipf = float(rng.uniform(0.0, 1.3)) if rng.random() < 0.25 else None
+    pooling_scale = float(2 ** rng.normal(0.0, 0.7))
+    shards = tuple(_augment(bases[int(rng.integers(len(bases)))], common_dim, common_zipf, pooling_scale, rng)
+                   for _ in range(count))  # fmt: skip
+    spec = GroupSpec(
+        batch_size=batch_size,
+        shards=shards,
+        optimizer="sgd" if rng.random() < 0.55 else "rowwise_adagrad",
+        data_type="fp16" if rng.random() < 0.07 else "fp32",
+        weighted=bool(rng.random() < 0.1),
+        fixed_length=bool(rng.random() < 0.3),
+        seed=int(rng.integers(2**31)),
+    )
+    # Half of the heavy groups give up batch for more shards, half the reverse.
+    return _shrink(spec, cap, batch_floor=512 if rng.random() < 0.5 else 1 << 20)
+
+
+def is_held_out(spec: GroupSpec) -> bool:
+    """Whether a group holds any held-out base table."""
+    held_out = _held_out_ids()
+    return any(shard.base in held_out for shard in spec.shards)
+
+
+def sample_collective(seed: int, index: int, world_size: int) -> CollectiveSpec:
+    """The ``index``-th all-to-all for a world size: uneven dim sums, start delays in half of them."""
+    rng = np.random.default_rng([seed, index, world_size])
+    batch_size = int(2 ** rng.uniform(5, 11))
+    total = 2 ** rng.uniform(5, 12.5)
+    shares = rng.dirichlet(np.full(world_size, float(rng.choice([0.7, 2.0, 10.0, 100.0]))))
+    dims = tuple(int(4 * round(total * share * world_size / 4 / 2)) for share in shares)
+    delays = tuple(np.round(rng.exponential(float(rng.choice([1.0, 5.0])), world_size), 3).tolist())
+    return CollectiveSpec(
+        name="all_to_all",
+        world_size=world_size,
+        batch_size_per_rank=batch_size,
+        dims=dims,
+        direction="forward" if rng.random() < 0.5 else "backward",
+        start_delays_ms=delays if rng.random() < 0.5 else (),
+        seed=index,
+    )
+
+
+def estimated_iteration_ms(spec: GroupSpec) -> float:
+    """A rough forward-plus-backward time on one CPU core, only to keep records within their cap."""
+    nanoseconds = 5e5
+    for shard in spec.shards:
+        per_column = 4.0 if shard.rows * shard.dim * 4 > 32 << 20 else 1.2
+        nanoseconds += spec.batch_size * shard.pooling_factor * (50 + per_column * shard.dim)
+        nanoseconds += spec.batch_size * shard.num_features * (40 + shard.dim)
+    return nanoseconds / 1e6
+
+
+@lru_cache(maxsize=None)
+def _held_out_ids() -> frozenset[str]:
+    return frozenset(base.id for base in base_tables() if base.held_out)
+
+
+def _sample_dim(rng: np.random.Generator) -> int:
+    if rng.random() < 0.2:
+        return 4 * int(round(2 ** rng.uniform(0, 6)))
+    return int(rng.choice(_COMMON_DIMS, p=np.asarray(_DIM_WEIGHTS)))
+
+
+def _augment(
+    base: BaseTable, dim: int | None, zipf: float | None, pooling_scale: float, rng: np.random.Generator
+) -> ShardSpec:
+    rows = base.num_embeddings * 2 ** rng.uniform(-2.0, 2.0)
+    if rows > 8e6:  # beyond what one record may hold: anywhere in the upper decades instead of a pile at the cap
+        rows = 10 ** rng.uniform(5.0, 6.9)
+    pooling = 1.0
+    if base.pooling_factor != 1.0 or rng.random() < 0.4:
+        pooling = float(np.clip(base.pooling_factor * pooling_scale * 2 ** rng.normal(0.0, 0.6), 0.1, 200.0))
+    if zipf is None:
+        zipf = 0.0 if rng.random() < 0.15 else float(rng.uniform(0.0, 1.3))
+    return ShardSpec(
+        rows=max(10, int(rows)),
+        dim=dim if dim is not None else _sample_dim(rng),
+        pooling_factor=round(pooling, 3),
+        num_features=1 if rng.random() < 0.93 else int(rng.integers(2, 4)),
+        zipf=round(zipf, 3),
+        base=base.id,
+    )
+
+
+def _shrink(spec: GroupSpec, cap: WorkCap, batch_floor: int) -> GroupSpec:
+    """Shrinks the batch (down to batch_floor), then drops shards, then rows, until the group fits its cap."""
+    while spec.batch_size >= 2 * batch_floor and estimated_iteration_ms(spec) > cap.iteration_ms:
+        spec = replace(spec, batch_size=spec.batch_size // 2)
+    while len(spec.shards) > 1 and estimated_iteration_ms(spec) > cap.iteration_ms:
+        keep = max(1, int(len(spec.shards) * 0.85))
+        spec = replace(spec, shards=spec.shards[:keep])
+    while spec.batch_size > 64 and estimated_iteration_ms(spec) > cap.iteration_ms:
+        spec = replace(spec, batch_size=max(64, spec.batch_size // 2))
+    while spec.weight_bytes > cap.weight_bytes:
+        largest = max(range(len(spec.shards)), key=lambda i: spec.shards[i].rows * spec.shards[i].dim)
+        shards = list(spec.shards)
+        shards[largest] = replace(shards[largest], rows=max(10, shards[largest].rows // 2))
+        spec = replace(spec, shards=tuple(shards))
+    return spec

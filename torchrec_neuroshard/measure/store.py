@@ -1,0 +1,100 @@
+"""Append-only measurement store: one JSON object a line, flushed as it is written.
+
+Killing a writer at any moment loses at most the record in flight: a torn last line is dropped when the file
+is next opened. Files may be compressed (``.xz``, ``.gz``) for reading.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import os
+from pathlib import Path
+from typing import IO, Any, Iterator, Mapping
+
+SCHEMA_VERSION = 1
+
+
+class RecordError(ValueError):
+    """A measurement file that cannot be read; the message names the file, the line and the remedy."""
+
+
+class MeasurementStore:
+    """Appends records to a file and reads them back.
+
+    Args:
+        path: a ``.jsonl`` file to append to; made, with its folder, when missing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if self.path.suffix in (".xz", ".gz"):
+            raise RecordError(f"{self.path} is compressed, so it cannot be appended to; decompress it first")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_torn_line(self.path)
+        self._file: IO[bytes] = open(self.path, "ab")
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Writes one record and hands it to the operating system before returning."""
+        line = json.dumps({"schema": SCHEMA_VERSION, **record}, separators=(",", ":")) + "\n"
+        self._file.write(line.encode())
+        self._file.flush()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return read_records(self.path)
+
+    def __enter__(self) -> MeasurementStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Reads the records of a ``.jsonl``, ``.jsonl.gz`` or ``.jsonl.xz`` file in the order they were written.
+
+    A torn last line (a writer was killed) is skipped.
+
+    Raises:
+        RecordError: a line is not a record, or was written by an unknown schema version.
+        FileNotFoundError: there is no such file.
+    """
+    path = Path(path)
+    with _open_text(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise RecordError(
+                    f"{path}, line {number}: not a JSON record ({error}); delete that line or collect again"
+                ) from error
+            if not isinstance(record, dict) or record.get("schema") != SCHEMA_VERSION:
+                found = record.get("schema") if isinstance(record, dict) else type(record).__name__
+                raise RecordError(
+                    f"{path}, line {number}: schema {found!r}, but this version reads {SCHEMA_VERSION}; "
+                    "collect again with this version, or read the file with the version that wrote it"
+                )
+            yield record
+
+
+def _open_text(path: Path) -> IO[str]:
+    if path.suffix == ".xz":
+        return lzma.open(path, "rt", encoding="utf-8")
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return open(path, encoding="utf-8")
+
+
+def _drop_torn_line(path: Path) -> None:
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with open(path, "rb+") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) == b"\n":
+            return
+        file.seek(0)
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
