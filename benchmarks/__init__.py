@@ -1,0 +1,1 @@
+"""Comparisons of planners by measured plans (see README.md in this folder)."""
