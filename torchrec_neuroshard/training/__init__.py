@@ -1,0 +1,1 @@
+"""Pre-training and evaluation of cost models on measured records."""

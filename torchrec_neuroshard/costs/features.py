@@ -1,0 +1,186 @@
+"""What a cost model sees of a shard: additive work terms and a feature vector.
+
+A fused group is described by *sums over its shards* only (sum pooling [Zaheer2017deepsets]), so adding or
+removing a shard changes a group's description by one vector.
+
+References:
+    [Zaheer2017deepsets] M. Zaheer et al. Deep Sets. NeurIPS 2017.
+    [Zha2023neuroshard] D. Zha et al. Pre-train and Search: Efficient Embedding Table Sharding with
+        Pre-trained Neural Cost Models. MLSys 2023, arXiv 2305.01868.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrec_neuroshard.access import AccessDistribution
+
+FEATURE_SET = "shard-v1"
+
+# Cache sizes at which the share of lookups that hit is computed. They bracket L1, L2 and L3 of CPUs and the
+# L2 of GPUs, and are the same for all hardware, so that features do not depend on it.
+CACHE_BYTES: tuple[int, ...] = (32 << 10, 512 << 10, 8 << 20, 40 << 20)
+
+OPTIMIZERS: tuple[str, ...] = ("sgd", "rowwise_adagrad", "adagrad", "adam")
+
+# Work terms of a shard, all additive over the shards of a group. "level" terms split the bytes looked up by
+# the smallest cache that holds them.
+WORK_TERMS: tuple[str, ...] = (
+    "features",
+    "bags",
+    "lookups",
+    "bytes_level_0",
+    "bytes_level_1",
+    "bytes_level_2",
+    "bytes_level_3",
+    "bytes_memory",
+    "lookups_memory",
+    "output_bytes",
+    "unique_rows",
+    "unique_bytes",
+    "stateful_lookups",
+    "stateful_unique_rows",
+    "weighted_lookups",
+)
+
+FEATURES: tuple[str, ...] = (
+    "log_rows",
+    "log_dim",
+    "log_batch",
+    "log_bag_length",
+    "log_features",
+    "log_lookups",
+    "log_unique",
+    "log_reuse",
+    "log_table_bytes",
+    "log_touched_bytes",
+    *(f"hit_{size >> 10}k" for size in CACHE_BYTES),
+    "fp16",
+    "weighted",
+    *(f"optimizer_{name}" for name in OPTIMIZERS),
+    "dim_multiple_of_8",
+    "dim_multiple_of_16",
+    "dim_multiple_of_32",
+)
+
+
+@dataclass(frozen=True)
+class ShardWork:
+    """One shard as a TBE sees it.
+
+    Attributes:
+        rows: rows of the shard.
+        dim: columns of the shard.
+        pooling_factor: mean ids per sample over all features.
+        num_features: bags per sample.
+        batch_size: samples of the TBE's batch.
+        element_bytes: bytes of a weight.
+        weighted: per-sample weights are applied.
+        optimizer: one of :data:`OPTIMIZERS`.
+        access: distribution of the lookups over the rows.
+    """
+
+    rows: int
+    dim: int
+    pooling_factor: float
+    num_features: int
+    batch_size: int
+    element_bytes: int
+    weighted: bool
+    optimizer: str
+    access: AccessDistribution
+
+
+@dataclass(frozen=True)
+class ShardFeatures:
+    """Arrays over shards.
+
+    Attributes:
+        work: [shards, len(WORK_TERMS)] additive work terms, in units (see :func:`shard_features`).
+        features: [shards, len(FEATURES)] inputs of the neural models.
+    """
+
+    work: NDArray[np.float64]
+    features: NDArray[np.float64]
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[ShardFeatures]) -> ShardFeatures:
+        """Stacks the shards of several sets."""
+        return cls(np.concatenate([p.work for p in parts]), np.concatenate([p.features for p in parts]))
+
+
+def shard_features(shards: Iterable[ShardWork]) -> ShardFeatures:
+    """Computes work terms and features; counts are in units, bytes in bytes, logarithms to base 2."""
+    columns = [_scalars(shard) for shard in shards]
+    if not columns:
+        return ShardFeatures(np.zeros((0, len(WORK_TERMS))), np.zeros((0, len(FEATURES))))
+    table = np.asarray([scalars for scalars, _ in columns])
+    hits = np.asarray([hit for _, hit in columns])  # [shards, cache sizes], rising
+    rows, dim, bags, lookups, unique, element_bytes, weighted, optimizer, batch, num_features = table.T
+
+    row_bytes = dim * element_bytes
+    looked_up = lookups * row_bytes
+    levels = np.diff(np.concatenate([np.zeros((len(hits), 1)), hits, np.ones((len(hits), 1))], axis=1), axis=1)
+    stateful = (optimizer > 0).astype(np.float64)
+    work = np.column_stack(
+        [
+            num_features,
+            bags,
+            lookups,
+            *(levels * looked_up[:, None]).T,
+            lookups * levels[:, -1],
+            bags * dim * 4.0,
+            unique,
+            unique * row_bytes,
+            lookups * stateful,
+            unique * stateful,
+            lookups * weighted,
+        ]
+    )
+    features = np.column_stack(
+        [
+            np.log2(rows),
+            np.log2(dim),
+            np.log2(batch),
+            np.log2(lookups / bags + 0.1),
+            np.log2(num_features),
+            np.log2(lookups + 1.0),
+            np.log2(unique + 1.0),
+            np.log2((lookups + 1.0) / (unique + 1.0)),
+            np.log2(rows * row_bytes),
+            np.log2(unique * row_bytes + 1.0),
+            hits,
+            element_bytes == 2,
+            weighted,
+            *(optimizer == index for index in range(len(OPTIMIZERS))),
+            dim % 8 == 0,
+            dim % 16 == 0,
+            dim % 32 == 0,
+        ]
+    )
+    return ShardFeatures(work, features.astype(np.float64))
+
+
+def _scalars(shard: ShardWork) -> tuple[tuple[float, ...], list[float]]:
+    lookups = shard.batch_size * shard.pooling_factor
+    row_bytes = shard.dim * shard.element_bytes
+    ends = np.concatenate([[0.0], np.cumsum(shard.access.counts)])
+    cumulative = np.concatenate([[0.0], np.cumsum(shard.access.masses)])
+    hits = np.interp(np.asarray(CACHE_BYTES) / row_bytes, ends, cumulative).tolist()
+    scalars = (
+        float(shard.rows),
+        float(shard.dim),
+        float(shard.batch_size * shard.num_features),
+        lookups,
+        shard.access.expected_unique(lookups),
+        float(shard.element_bytes),
+        float(shard.weighted),
+        float(OPTIMIZERS.index(shard.optimizer)),
+        float(shard.batch_size),
+        float(shard.num_features),
+    )
+    return scalars, hits

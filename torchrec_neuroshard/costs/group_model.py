@@ -1,0 +1,165 @@
+"""Cost of one fused group: ``prior(z) * exp(residual(z))`` with ``z`` a sum over the group's shards.
+
+``z`` holds the total work, and sums of a learned embedding of each shard: once plain, once weighted by the
+shard's own prior cost. The head sees averages and shares of these, so its inputs stay in the range seen in
+training when a group holds more or heavier shards than any measured one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from torchrec_neuroshard.costs.features import FEATURES, WORK_TERMS, ShardFeatures
+from torchrec_neuroshard.costs.prior import GroupPrior
+
+WEIGHTED_DIM = 32  # embedding averaged with the shards' prior costs as weights
+PLAIN_DIM = 16  # embedding averaged with equal weights
+_WORK = len(WORK_TERMS)
+_HEAD_INPUT = 3 + 2 * _WORK + _WORK + WEIGHTED_DIM + PLAIN_DIM
+
+# Layout of z: total work | shards | sum of weights | weighted embedding | plain embedding
+Z_DIM = _WORK + 2 + WEIGHTED_DIM + PLAIN_DIM
+
+
+def zero_linear(inputs: int, outputs: int) -> nn.Linear:
+    """A linear layer that starts at zero, so that an untrained residual leaves the prior as it is."""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class GroupNet(nn.Module):
+    """Shard embedding and head of the residual, one output for forward and one for backward.
+
+    Inputs are standardised with constants kept in the module's buffers, so that weights are self-contained.
+    """
+
+    feature_mean: torch.Tensor
+    feature_scale: torch.Tensor
+    head_mean: torch.Tensor
+    head_scale: torch.Tensor
+    residual_low: torch.Tensor
+    residual_high: torch.Tensor
+
+    def __init__(self, hidden: int = 64, head_hidden: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Sequential(
+            nn.Linear(len(FEATURES), hidden),
+            nn.SiLU(),
+            nn.Linear(hidden, hidden),
+            nn.SiLU(),
+            nn.Linear(hidden, WEIGHTED_DIM + PLAIN_DIM),
+        )
+        self.head = nn.Sequential(
+            nn.Linear(_HEAD_INPUT, head_hidden),
+            nn.SiLU(),
+            nn.Linear(head_hidden, head_hidden),
+            nn.SiLU(),
+            zero_linear(head_hidden, 2),
+        )
+        self.register_buffer("feature_mean", torch.zeros(len(FEATURES)))
+        self.register_buffer("feature_scale", torch.ones(len(FEATURES)))
+        self.register_buffer("head_mean", torch.zeros(_HEAD_INPUT))
+        self.register_buffer("head_scale", torch.ones(_HEAD_INPUT))
+        self.register_buffer("residual_low", torch.full((2,), -1.0))
+        self.register_buffer("residual_high", torch.full((2,), 1.0))
+
+    def embed_shards(self, features: torch.Tensor) -> torch.Tensor:
+        """[shards, len(FEATURES)] -> [shards, WEIGHTED_DIM + PLAIN_DIM]."""
+        embedded: torch.Tensor = self.embed((features - self.feature_mean) / self.feature_scale)
+        return embedded
+
+    def residual(self, head_input: torch.Tensor) -> torch.Tensor:
+        """Unclamped log ratio of measured to prior cost, [groups, 2], from [groups, head inputs]."""
+        ratio: torch.Tensor = self.head((head_input - self.head_mean) / self.head_scale)
+        return ratio
+
+
+def head_input(z: torch.Tensor, launch_ms: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+    """Averages, shares and magnitudes of group sums ``z`` ([groups, Z_DIM]), as the head takes them."""
+    work, count, weight = z[:, :_WORK], z[:, _WORK : _WORK + 1], z[:, _WORK + 1 : _WORK + 2]
+    weighted = z[:, _WORK + 2 : _WORK + 2 + WEIGHTED_DIM]
+    plain = z[:, _WORK + 2 + WEIGHTED_DIM :]
+    shares = work[:, :, None] * coefficients  # [groups, work terms, 2]
+    prior = launch_ms + shares.sum(dim=1)
+    return torch.cat(
+        [
+            prior.log(),
+            count.clamp_min(1.0).log(),
+            (shares / prior[:, None, :]).flatten(1),
+            (work + 1.0).log(),
+            weighted / weight.clamp_min(1e-12),
+            plain / count.clamp_min(1.0),
+        ],
+        dim=1,
+    )
+
+
+class GroupCostModel:
+    """Inference: shard contributions once, then one head evaluation per group.
+
+    Args:
+        prior: the analytic part.
+        nets: residual networks whose outputs are averaged; empty for the prior alone.
+    """
+
+    def __init__(self, prior: GroupPrior, nets: tuple[GroupNet, ...] = ()) -> None:
+        self.prior = prior
+        self.nets = nets
+        self._launch = torch.as_tensor(prior.launch_ms, dtype=torch.float64)
+        self._coefficients = torch.as_tensor(prior.coefficients, dtype=torch.float64)
+        for net in nets:
+            net.eval()
+
+    @property
+    def z_dim(self) -> int:
+        """Length of a shard's contribution."""
+        return Z_DIM * max(1, len(self.nets))
+
+    def contributions(self, shards: ShardFeatures) -> NDArray[np.float64]:
+        """What each shard adds to its group's sum, [shards, z_dim]."""
+        weight = shards.work @ self.prior.coefficients.sum(axis=1, keepdims=True)
+        blocks = []
+        features = torch.as_tensor(shards.features, dtype=torch.float32)
+        for net in self.nets or (None,):
+            with torch.inference_mode():
+                embedded = (
+                    np.zeros((len(weight), WEIGHTED_DIM + PLAIN_DIM))
+                    if net is None
+                    else net.embed_shards(features).double().numpy()
+                )
+            blocks.append(
+                np.concatenate(
+                    [
+                        shards.work,
+                        np.ones_like(weight),
+                        weight,
+                        weight * embedded[:, :WEIGHTED_DIM],
+                        embedded[:, WEIGHTED_DIM:],
+                    ],
+                    axis=1,
+                )
+            )
+        return np.concatenate(blocks, axis=1)
+
+    def predict(self, z: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Forward and backward ms, [groups, 2], of groups with sums ``z`` [groups, z_dim].
+
+        A group without shards costs nothing.
+        """
+        prior = self.prior.predict(z[:, :_WORK])
+        if self.nets:
+            residuals = []
+            with torch.inference_mode():
+                for index, net in enumerate(self.nets):
+                    block = torch.as_tensor(z[:, index * Z_DIM : (index + 1) * Z_DIM])
+                    inputs = head_input(block, self._launch, self._coefficients).float()
+                    ratio = net.residual(inputs)
+                    residuals.append(torch.maximum(torch.minimum(ratio, net.residual_high), net.residual_low))
+                mean = torch.stack(residuals).mean(dim=0).double().numpy()
+            prior = prior * np.exp(mean)
+        return np.where(z[:, _WORK : _WORK + 1] > 0.5, prior, 0.0)

@@ -1,0 +1,113 @@
+"""Named hardware: data-sheet constants and the analytic priors made of them.
+
+A machine that was measured has fitted constants in its shipped model; these presets serve machines that
+nobody measured. Every bandwidth is a public figure, named in ``source``; the efficiencies that turn a peak
+into an attainable rate are stated once, below.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from torchrec_neuroshard.costs.collective_prior import CollectivePrior
+from torchrec_neuroshard.costs.prior import GroupPrior
+
+# Attainable shares of peak memory bandwidth for row gathers and for read-modify-write updates, and the rate
+# of cache hits relative to memory. Rough on purpose: the prior ranks plans, it does not promise times.
+_GATHER_EFFICIENCY = 0.65
+_UPDATE_EFFICIENCY = 0.45
+_CACHE_SPEEDUP = 2.5
+
+
+@dataclass(frozen=True)
+class HardwareSpec:
+    """Public figures of one kind of device.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        memory_gib: memory of one device (for "cpu": not a property of the kind, 0).
+        memory_gbps: peak memory bandwidth in GB/s (of one core for "cpu").
+        launch_ms: fixed cost of launching one pass of a TBE.
+        lookup_ns: per-lookup overhead outside memory traffic.
+        intra_host_gbps: GB/s of one rank to the others of its host, one direction.
+        inter_host_gbps: GB/s of one rank to other hosts.
+        pattern: regular expression that recognises the device's name.
+        source: where the figures come from.
+    """
+
+    device: str
+    memory_gib: float
+    memory_gbps: float
+    launch_ms: float
+    lookup_ns: float
+    intra_host_gbps: float
+    inter_host_gbps: float
+    pattern: str
+    source: str
+
+    def group_prior(self) -> GroupPrior:
+        """The analytic prior of a fused group on this hardware (unmeasured: see :data:`HARDWARE`)."""
+        gather = 1e3 / (self.memory_gbps * 1e9 * _GATHER_EFFICIENCY)  # ms per byte
+        update = 1e3 / (self.memory_gbps * 1e9 * _UPDATE_EFFICIENCY)
+        cached = gather / _CACHE_SPEEDUP
+        lookup = self.lookup_ns * 1e-6
+        return GroupPrior.from_terms(
+            (self.launch_ms, 2.5 * self.launch_ms),
+            {
+                "features": (self.launch_ms * 0.01, self.launch_ms * 0.01),
+                "bags": (0.5 * lookup, 0.5 * lookup),
+                "lookups": (lookup, 3.0 * lookup),  # backward sorts the ids
+                "bytes_level_0": (cached, 0.0),
+                "bytes_level_1": (cached, 0.0),
+                "bytes_level_2": (cached, 0.0),
+                "bytes_level_3": (cached if self.device == "cuda" else gather, 0.0),
+                "bytes_memory": (gather, 0.0),
+                "output_bytes": (gather, gather),
+                "unique_bytes": (0.0, 2.0 * update),  # read and write of each touched row
+                "stateful_unique_rows": (0.0, 32.0 * update),  # one sector of optimizer state
+                "weighted_lookups": (4.0 * gather, 4.0 * gather),
+            },
+        )
+
+    def collective_prior(self) -> CollectivePrior:
+        """The analytic prior of collectives between such devices."""
+        return CollectivePrior(
+            latency_ms=0.03 if self.device == "cuda" else 0.2,
+            peer_ms=0.002 if self.device == "cuda" else 0.05,
+            intra_host_ms_per_byte=1e3 / (self.intra_host_gbps * 1e9),
+            inter_host_ms_per_byte=1e3 / (self.inter_host_gbps * 1e9),
+            total_ms_per_byte=0.0,
+        )
+
+
+_NVIDIA = "NVIDIA data sheets (memory); all-to-all bus bandwidth: nccl issue 2169, nccl-tests issues 149 and 267"
+
+HARDWARE: dict[str, HardwareSpec] = {
+    "h200": HardwareSpec("cuda", 141, 4800, 0.02, 0.02, 335, 48, r"h200", _NVIDIA),
+    "h100_sxm": HardwareSpec("cuda", 80, 3350, 0.02, 0.02, 335, 48, r"h100(?!.*pcie)", _NVIDIA),
+    "a100_sxm_80gb": HardwareSpec("cuda", 80, 2039, 0.025, 0.03, 200, 24, r"a100.*80", _NVIDIA),
+    "a100_sxm_40gb": HardwareSpec("cuda", 40, 1555, 0.025, 0.03, 200, 24, r"a100", _NVIDIA),
+    "v100": HardwareSpec("cuda", 32, 900, 0.03, 0.06, 120, 12, r"v100", _NVIDIA),
+    "generic_gpu": HardwareSpec("cuda", 32, 900, 0.03, 0.05, 100, 12, r"$^", "a conservative GPU, no single source"),
+    "generic_cpu": HardwareSpec(
+        "cpu", 0, 10, 0.15, 25.0, 1.5, 1.2, r"$^", "one server core reading DDR4 or DDR5 at random; gloo over loopback"
+    ),
+}
+
+
+def detect_hardware(device: str) -> str:
+    """Name of the preset in :data:`HARDWARE` that this machine's device matches best.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+    if device != "cuda" or not torch.cuda.is_available():
+        return "generic_cpu" if device != "cuda" else "generic_gpu"
+    name = torch.cuda.get_device_name().lower()
+    for key, spec in HARDWARE.items():
+        if spec.device == "cuda" and re.search(spec.pattern, name):
+            return key
+    return "generic_gpu"

@@ -1,0 +1,185 @@
+"""A cost model: fused groups and collectives of one kind of machine, with its card."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Mapping
+
+import numpy as np
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from torchrec_neuroshard.costs.collective_model import CollectiveModel, CollectiveNet
+from torchrec_neuroshard.costs.collective_prior import CollectivePrior
+from torchrec_neuroshard.costs.features import FEATURE_SET, FEATURES, WORK_TERMS
+from torchrec_neuroshard.costs.additive import GroupCosts
+from torchrec_neuroshard.costs.group_model import GroupCostModel, GroupNet
+from torchrec_neuroshard.costs.hardware import HARDWARE
+from torchrec_neuroshard.costs.prior import GroupPrior
+
+SCHEMA_VERSION = 1
+WEIGHTS_FILE = "weights.safetensors"
+CARD_FILE = "card.json"
+PRETRAINED = Path(__file__).parent.parent / "pretrained"
+
+
+class CostModelError(ValueError):
+    """A cost model that cannot be loaded; the message names the file and the remedy."""
+
+
+@dataclass
+class CostModel:
+    """Predicts what fused groups and collectives cost.
+
+    Attributes:
+        name: shipped name, or the folder it was loaded from.
+        provenance: "measured" (fitted to records of real kernels) or "analytic" (data-sheet constants).
+        hardware: what it describes.
+        groups: cost of fused groups.
+        collectives: cost of collectives.
+        card: what was measured, with which versions, and the held-out error; empty for analytic models.
+    """
+
+    name: str
+    provenance: str
+    hardware: str
+    groups: GroupCosts
+    collectives: CollectiveModel
+    card: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def analytic(cls, hardware: str) -> CostModel:
+        """The analytic prior alone, from the data-sheet constants of a preset in ``costs.hardware``.
+
+        Raises:
+            CostModelError: there is no such preset.
+        """
+        if hardware not in HARDWARE:
+            raise CostModelError(f"no hardware preset {hardware!r}; known: {', '.join(sorted(HARDWARE))}")
+        spec = HARDWARE[hardware]
+        return cls(
+            f"analytic/{hardware}",
+            "analytic",
+            hardware,
+            GroupCostModel(spec.group_prior()),
+            CollectiveModel(spec.collective_prior()),
+            {"source": spec.source},
+        )
+
+    @classmethod
+    def load(cls, name_or_path: str | os.PathLike[str]) -> CostModel:
+        """Loads a shipped model by name, or a folder with ``weights.safetensors`` and ``card.json``.
+
+        Raises:
+            CostModelError: no such model, or a file is corrupt or of another version.
+        """
+        folder = PRETRAINED / str(name_or_path)
+        if not (folder / CARD_FILE).is_file():
+            folder = Path(name_or_path)
+        if not folder.is_dir():
+            raise CostModelError(
+                f"no cost model {str(name_or_path)!r}: neither a folder nor one of the shipped models "
+                f"({', '.join(shipped_models()) or 'none'})"
+            )
+        card = _read_card(folder / CARD_FILE)
+        tensors = _read_weights(folder / WEIGHTS_FILE)
+        try:
+            groups = GroupCostModel(
+                GroupPrior.from_json(card["group_prior"]),
+                tuple(_group_net(tensors, f"group.{index}.") for index in range(int(card["group_nets"]))),
+            )
+            collective_net = _collective_net(tensors) if card["collective_net"] else None
+            collectives = CollectiveModel(CollectivePrior.from_json(card["collective_prior"]), collective_net)
+            return cls(str(card["name"]), "measured", str(card["hardware"]["name"]), groups, collectives, card)
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise CostModelError(
+                f"{folder}: weights and card do not fit each other ({error}); train the model again"
+            ) from error
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes weights and card; each file is replaced in one step."""
+        if not isinstance(self.groups, GroupCostModel):
+            raise CostModelError(f"{self.name}: only models of fused groups can be saved, not {type(self.groups).__name__}")
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors: dict[str, torch.Tensor] = {}
+        for index, net in enumerate(self.groups.nets):
+            tensors.update({f"group.{index}.{key}": value for key, value in net.state_dict().items()})
+        if self.collectives.net is not None:
+            tensors.update({f"collective.{key}": value for key, value in self.collectives.net.state_dict().items()})
+        card = {
+            **self.card,
+            "schema": SCHEMA_VERSION,
+            "name": self.name,
+            "feature_set": FEATURE_SET,
+            "features": list(FEATURES),
+            "work_terms": list(WORK_TERMS),
+            "group_nets": len(self.groups.nets),
+            "collective_net": self.collectives.net is not None,
+            "group_prior": self.groups.prior.to_json(),
+            "collective_prior": self.collectives.prior.to_json(),
+        }
+        _replace(folder / WEIGHTS_FILE, save_tensors({k: v.contiguous() for k, v in tensors.items()}))
+        _replace(folder / CARD_FILE, (json.dumps(card, indent=1) + "\n").encode())
+
+
+def shipped_models() -> tuple[str, ...]:
+    """Names of the models that come with the package."""
+    return tuple(sorted(str(card.parent.relative_to(PRETRAINED)) for card in PRETRAINED.glob(f"**/{CARD_FILE}")))
+
+
+def _group_net(tensors: Mapping[str, torch.Tensor], prefix: str) -> GroupNet:
+    net = GroupNet()
+    net.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+    return net
+
+
+def _collective_net(tensors: Mapping[str, torch.Tensor]) -> CollectiveNet:
+    net = CollectiveNet()
+    prefix = "collective."
+    net.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+    return net
+
+
+def _read_card(path: Path) -> dict[str, Any]:
+    try:
+        card = json.loads(path.read_text())
+    except OSError as error:
+        raise CostModelError(f"{path}: cannot be read ({error.strerror}); a model is a folder with a card") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CostModelError(f"{path}: corrupt ({error}); restore the file or train the model again") from error
+    if not isinstance(card, dict) or card.get("schema") != SCHEMA_VERSION:
+        found = card.get("schema") if isinstance(card, dict) else type(card).__name__
+        raise CostModelError(
+            f"{path}: schema {found!r}, but this version reads {SCHEMA_VERSION}; "
+            "train the model again with this version"
+        )
+    if card.get("feature_set") != FEATURE_SET:
+        raise CostModelError(
+            f"{path}: made for feature set {card.get('feature_set')!r}, but this version computes {FEATURE_SET!r}; "
+            "train the model again with this version"
+        )
+    return card
+
+
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        tensors = load_tensors(path.read_bytes())
+    except OSError as error:
+        raise CostModelError(f"{path}: cannot be read ({error.strerror}); restore the file") from error
+    except Exception as error:  # safetensors raises its own untyped errors
+        raise CostModelError(f"{path}: corrupt ({error}); restore the file or train the model again") from error
+    for name, tensor in tensors.items():
+        if not np.isfinite(tensor.numpy()).all():
+            raise CostModelError(f"{path}: tensor {name} is not finite; restore the file or train the model again")
+    return dict(tensors)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)

@@ -1,0 +1,239 @@
+"""Plan simulator: what each rank spends in an iteration, and the iteration's time.
+
+Each (module, sharding type) has its own TBE on a rank and its own collectives. Ranks wait for each other at
+collectives, so an iteration costs the slowest rank's compute plus the collectives; how forward and backward
+combine depends on the training loop (:class:`~torchrec_neuroshard.problem.Pipeline`). The dense part of the
+model is the same for every plan and is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrec_neuroshard.costs.collective_prior import AllToAllTraffic
+from torchrec_neuroshard.costs.features import ShardWork, shard_features
+from torchrec_neuroshard.costs.model import CostModel
+from torchrec_neuroshard.problem import Pipeline, Placement, ShardingProblem
+
+_ID_BYTES = 8  # KJT values travel as int64
+_FLOATS_PER_ID = _ID_BYTES / 4
+
+
+@dataclass(frozen=True)
+class ShardCost:
+    """Predicted cost of one shard alone on a rank, in ms."""
+
+    forward_ms: float
+    backward_ms: float
+    forward_comms_ms: float
+    backward_comms_ms: float
+    input_dist_ms: float
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """Predicted cost of a plan.
+
+    Attributes:
+        total_ms: sparse part of an iteration, from the input all-to-all to the last rank's update.
+        forward_ms: [ranks] TBE forward.
+        backward_ms: [ranks] TBE backward with the fused update.
+        forward_comms_ms: [ranks] output all-to-alls.
+        backward_comms_ms: [ranks] gradient all-to-alls.
+        input_dist_ms: [ranks] input all-to-all (overlapped unless the pipeline is "none").
+        pipeline: how the parts combine.
+    """
+
+    total_ms: float
+    forward_ms: NDArray[np.float64]
+    backward_ms: NDArray[np.float64]
+    forward_comms_ms: NDArray[np.float64]
+    backward_comms_ms: NDArray[np.float64]
+    input_dist_ms: NDArray[np.float64]
+    pipeline: Pipeline
+
+    @property
+    def compute_ms(self) -> NDArray[np.float64]:
+        """[ranks] forward plus backward of the TBEs."""
+        return self.forward_ms + self.backward_ms
+
+    @property
+    def bottleneck_rank(self) -> int:
+        """The rank with the most compute."""
+        return int(np.argmax(self.compute_ms))
+
+    def to_json(self) -> dict[str, Any]:
+        """The ``predicted_ms`` object of the command line's contract."""
+        return {
+            "total": round(self.total_ms, 4),
+            "per_rank": [
+                {
+                    "forward": round(float(f), 4),
+                    "backward": round(float(b), 4),
+                    "forward_comms": round(float(fc), 4),
+                    "backward_comms": round(float(bc), 4),
+                    "input_dist": round(float(i), 4),
+                }
+                for f, b, fc, bc, i in zip(
+                    self.forward_ms,
+                    self.backward_ms,
+                    self.forward_comms_ms,
+                    self.backward_comms_ms,
+                    self.input_dist_ms,
+                )
+            ],
+        }
+
+
+class PlanSimulator:
+    """Predicts plans of one problem with one cost model.
+
+    Shards are registered once as *kinds*, (table, width) pairs, whose contributions to group sums, widths
+    and memory are kept in arrays indexed by kind.
+    """
+
+    def __init__(self, problem: ShardingProblem, model: CostModel) -> None:
+        self.problem = problem
+        self.model = model
+        self._kinds: dict[tuple[int, int], int] = {}
+        self.z = np.zeros((0, model.groups.z_dim))  # [kinds, z_dim]
+        self.memory = np.zeros((0, 2))  # [kinds, 2] bytes of HBM and DDR
+        self.columns = np.zeros(0)  # [kinds] output columns: width x features
+        self.ids = np.zeros(0)  # [kinds] ids per sample
+        self.alone_ms = np.zeros((0, 2))  # [kinds, 2] forward and backward when alone on a rank
+
+    def kinds(self, shards: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
+        """Indices of (table, width) pairs, registering new ones in the order given."""
+        shards = list(shards)
+        fresh = [pair for pair in dict.fromkeys(shards) if pair not in self._kinds]
+        if fresh:
+            self._register(fresh)
+        return np.asarray([self._kinds[pair] for pair in shards], dtype=np.int64)
+
+    def _register(self, pairs: list[tuple[int, int]]) -> None:
+        works = []
+        for table_index, width in pairs:
+            table = self.problem.tables[table_index]
+            works.append(
+                ShardWork(
+                    rows=table.num_embeddings,
+                    dim=width,
+                    pooling_factor=table.pooling_factor,
+                    num_features=table.num_features,
+                    batch_size=self.problem.global_batch_size,
+                    element_bytes=table.element_bytes,
+                    weighted=table.weighted,
+                    optimizer=table.optimizer,
+                    access=table.distribution,
+                )
+            )
+            self._kinds[(table_index, width)] = len(self._kinds)
+        z = self.model.groups.contributions(shard_features(works))
+        tables = [self.problem.tables[t] for t, _ in pairs]
+        self.z = np.concatenate([self.z, z])
+        self.memory = np.concatenate([self.memory, [self.problem.shard_memory(*pair) for pair in pairs]])
+        self.columns = np.concatenate(
+            [self.columns, [float(width * table.num_features) for table, (_, width) in zip(tables, pairs)]]
+        )
+        self.ids = np.concatenate([self.ids, [table.pooling_factor for table in tables]])
+        self.alone_ms = np.concatenate([self.alone_ms, self.model.groups.predict(z)])
+
+    def group_ms(self, z: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Forward and backward ms, [..., 2], of fused groups with sums ``z`` [..., z_dim]."""
+        flat = self.model.groups.predict(z.reshape(-1, z.shape[-1]))
+        return flat.reshape(*z.shape[:-1], 2)
+
+    def compute_objective(self, rank_ms: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[...] the compute part of an iteration from [..., ranks, 2] forward and backward ms."""
+        if self.problem.cluster.pipeline is Pipeline.NONE:
+            return rank_ms.max(axis=-2).sum(axis=-1)
+        return rank_ms.sum(axis=-1).max(axis=-1)
+
+    def comms_ms(self, columns: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Forward and backward collectives of plans, [plans, 2] ms.
+
+        Args:
+            columns: [plans, lookups, ranks] output columns that each rank owns in each lookup.
+        """
+        batch, local = self.problem.batch_size, self.problem.cluster.local_world_size
+        result = np.zeros((len(columns), 2))
+        for lookup in range(columns.shape[1]):
+            for direction in (0, 1):
+                result[:, direction] += self.model.collectives.all_to_all(
+                    batch, columns[:, lookup], bool(direction), local
+                )
+        return result
+
+    def input_dist_ms(self, ids: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[plans] ms of the input all-to-alls, by the collective prior.
+
+        Args:
+            ids: [plans, lookups, ranks] ids per sample that each rank looks up.
+        """
+        batch = np.full(len(ids), float(self.problem.batch_size))
+        total = np.zeros(len(ids))
+        for lookup in range(ids.shape[1]):
+            traffic = AllToAllTraffic.pooled(
+                batch, ids[:, lookup] * _FLOATS_PER_ID, self.problem.cluster.local_world_size
+            ).reversed()
+            total += np.where(ids[:, lookup].sum(axis=1) > 0, self.model.collectives.prior.predict(traffic), 0.0)
+        return total
+
+    def total_ms(
+        self, rank_ms: NDArray[np.float64], comms_ms: NDArray[np.float64], input_dist_ms: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """[plans] time of the sparse part of an iteration.
+
+        Args:
+            rank_ms: [plans, ranks, 2] forward and backward of each rank.
+            comms_ms: [plans, 2] forward and backward collectives.
+            input_dist_ms: [plans] input collectives.
+        """
+        compute = self.compute_objective(rank_ms)
+        if self.problem.cluster.pipeline is Pipeline.NONE:
+            exposed = input_dist_ms
+        else:  # the next batch's ids travel while this batch computes
+            exposed = np.maximum(0.0, input_dist_ms - compute)
+        return compute + comms_ms.sum(axis=1) + exposed
+
+    def cost(self, placement: Placement) -> PlanCost:
+        """Predicts a placement, with a breakdown by rank."""
+        problem, ranks = self.problem, self.problem.cluster.world_size
+        shards = sorted(placement.shards, key=lambda s: (s.table, s.offset))
+        kinds = self.kinds((s.table, s.width) for s in shards)
+        sums = np.zeros((ranks, len(problem.group_keys), self.z.shape[1]))
+        columns = np.zeros((1, len(problem.lookup_keys), ranks))
+        ids = np.zeros_like(columns)
+        for shard, kind in zip(shards, kinds):  # canonical order: sums do not depend on how a plan was found
+            sharding_type = placement.sharding_types[shard.table]
+            sums[shard.rank, problem.group_of(shard.table, sharding_type)] += self.z[kind]
+            lookup = problem.lookup_of(shard.table, sharding_type)
+            columns[0, lookup, shard.rank] += self.columns[kind]
+            ids[0, lookup, shard.rank] += self.ids[kind]
+        rank_ms = self.group_ms(sums).sum(axis=1)
+        comms, input_dist = self.comms_ms(columns), self.input_dist_ms(ids)
+        return PlanCost(
+            float(self.total_ms(rank_ms[None], comms, input_dist)[0]),
+            rank_ms[:, 0],
+            rank_ms[:, 1],
+            np.full(ranks, comms[0, 0]),
+            np.full(ranks, comms[0, 1]),
+            np.full(ranks, input_dist[0]),
+            problem.cluster.pipeline,
+        )
+
+    def shard_cost(self, table: int, width: int) -> ShardCost:
+        """Predicts one shard alone: its TBE alone on a rank, its share of traffic against idle peers."""
+        kind = self.kinds([(table, width)])[0]
+        ranks = self.problem.cluster.world_size
+        columns, ids = np.zeros((1, 1, ranks)), np.zeros((1, 1, ranks))
+        columns[0, 0, 0], ids[0, 0, 0] = self.columns[kind], self.ids[kind]
+        comms = self.comms_ms(columns)[0]
+        forward, backward = self.alone_ms[kind]
+        return ShardCost(
+            float(forward), float(backward), float(comms[0]), float(comms[1]), float(self.input_dist_ms(ids)[0])
+        )

@@ -1,0 +1,99 @@
+"""Beam search over column splits; each candidate is scored by its greedy grid placement.
+
+A level proposes to cut one more shard of each kept candidate: of the tables that cost most, of those that
+are largest in memory, and of those on the bottleneck rank, in halves and unevenly. Splits that make a plan
+worse (on a CPU each half of a hot, narrow table costs nearly as much as the whole) fall out of the beam
+because the whole plan is scored, not the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable
+
+import numpy as np
+
+from torchrec_neuroshard.costs.simulator import PlanSimulator
+from torchrec_neuroshard.search.config import SearchConfig
+from torchrec_neuroshard.search.greedy import GreedyPlacement, place_candidates
+from torchrec_neuroshard.search.splits import Splits, split_table
+
+SHARES = (0.5, 0.75)  # of the columns that the first piece keeps
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Splits with their greedy placement."""
+
+    splits: Splits
+    placement: GreedyPlacement
+
+    @property
+    def total_ms(self) -> float:
+        """Predicted time of an iteration; infinite where the placement does not fit."""
+        return self.placement.total_ms
+
+
+def beam_search(
+    simulator: PlanSimulator,
+    starts: list[Splits],
+    config: SearchConfig,
+    out_of_time: Callable[[], bool],
+    on_level: Callable[[int, Scored], None],
+) -> list[Scored]:
+    """Returns the best candidates found, best first, at most ``beam_width`` of them.
+
+    Args:
+        simulator: prices plans.
+        starts: split candidates to start from.
+        config: widths and limits.
+        out_of_time: asked before each level.
+        on_level: told the level and its best candidate so far.
+    """
+    seen = set(starts)
+    beam = _score(simulator, starts, config)
+    kept = beam[: config.beam_width]
+    on_level(0, kept[0])
+    stale = 0
+    for level in range(1, config.levels + 1):
+        if out_of_time() or stale >= config.patience:
+            break
+        proposals: list[Splits] = []
+        for candidate in beam[: config.beam_width]:
+            for splits in propose(simulator, candidate, config):
+                if splits not in seen:
+                    seen.add(splits)
+                    proposals.append(splits)
+        if not proposals:
+            break
+        beam = _score(simulator, proposals, config)
+        best_before = kept[0].total_ms
+        kept = sorted([*kept, *beam], key=lambda s: s.total_ms)[: config.beam_width]  # stable: earlier wins ties
+        stale = 0 if kept[0].total_ms < best_before * (1 - 1e-6) else stale + 1
+        on_level(level, kept[0])
+    return kept
+
+
+def propose(simulator: PlanSimulator, candidate: Scored, config: SearchConfig) -> list[Splits]:
+    """Splits with one more cut: costly tables, large tables, and tables on the bottleneck rank."""
+    problem, splits = simulator.problem, candidate.splits
+    tables = [t for t in range(len(problem.tables)) if problem.splittable(t)]
+    widest = {t: max(splits[t]) for t in tables}
+    kinds = dict(zip(tables, simulator.kinds((t, widest[t]) for t in tables)))
+    cost = {t: float(simulator.alone_ms[kinds[t]].sum()) for t in tables}
+    size = {t: float(simulator.memory[kinds[t]].sum()) for t in tables}
+    by_cost = sorted(tables, key=lambda t: (-cost[t], t))[: config.proposals]
+    by_size = sorted(tables, key=lambda t: (-size[t], t))[: config.proposals]
+    result: list[Splits] = []
+    for table in dict.fromkeys([*by_cost, *by_size]):
+        for share in SHARES:
+            finer = split_table(problem, splits, table, share)
+            if finer is not None and finer not in result:
+                result.append(finer)
+    return result
+
+
+def _score(simulator: PlanSimulator, candidates: list[Splits], config: SearchConfig) -> list[Scored]:
+    placed = place_candidates(simulator, candidates, config)
+    scored = [Scored(splits, placement) for splits, placement in zip(candidates, placed)]
+    return sorted(scored, key=lambda s: (s.total_ms if np.isfinite(s.total_ms) else np.inf))

@@ -1,0 +1,64 @@
+"""What a search may be told, and what it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchrec_neuroshard.costs.simulator import PlanCost
+from torchrec_neuroshard.problem import Placement
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """Settings of :func:`~torchrec_neuroshard.search.driver.find_placement`.
+
+    Attributes:
+        beam_width: split candidates kept at each level (the paper's K).
+        proposals: tables, by cost and by size each, that a level tries to split (the paper's N).
+        levels: most splits tried one after another (the paper's L).
+        patience: stop the beam after this many levels without improvement.
+        grid: caps on the widest rank tried in each placement (the paper's M).
+        grid_span: largest cap, as a multiple of the mean columns per rank.
+        refine: improve the best placements by moves, swaps, splits and merges.
+        timeout_seconds: stop improving after this long; a plan is returned all the same. None: no limit.
+        seed: kept for interface stability; the search draws no random numbers.
+    """
+
+    beam_width: int = 3
+    proposals: int = 10
+    levels: int = 10
+    patience: int = 2
+    grid: int = 11
+    grid_span: float = 1.5
+    refine: bool = True
+    timeout_seconds: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "proposals", "patience", "grid"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.levels < 0:
+            raise ValueError(f"levels must not be negative, got {self.levels}")
+        if self.grid_span < 1.0:
+            raise ValueError(f"grid_span must be at least 1, got {self.grid_span}")
+        if self.timeout_seconds is not None and self.timeout_seconds <= 0:
+            raise ValueError(f"timeout_seconds must be positive or None, got {self.timeout_seconds}")
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """A placement, its predicted cost, and how it was found.
+
+    Attributes:
+        placement: the best placement found.
+        cost: its predicted cost.
+        seconds: wall time of the search.
+        log: one entry per step: {"step", "seconds", "predicted_ms", "shards"}.
+    """
+
+    placement: Placement
+    cost: PlanCost
+    seconds: float
+    log: tuple[dict[str, Any], ...]

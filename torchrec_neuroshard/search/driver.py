@@ -1,0 +1,76 @@
+"""The search from start to end: feasibility, beam over splits, refinement."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from torchrec_neuroshard.costs.model import CostModel
+from torchrec_neuroshard.costs.simulator import PlanSimulator
+from torchrec_neuroshard.problem import Placement, ShardingProblem
+from torchrec_neuroshard.search.beam import Scored, beam_search
+from torchrec_neuroshard.search.config import SearchConfig, SearchResult
+from torchrec_neuroshard.search.feasibility import feasible_placement, placement_of
+from torchrec_neuroshard.search.refine import refine
+from torchrec_neuroshard.search.splits import Splits, whole_tables
+
+
+def find_placement(problem: ShardingProblem, model: CostModel, config: SearchConfig | None = None) -> SearchResult:
+    """Searches for the placement with the least predicted iteration time that fits in memory.
+
+    Deterministic: the same problem, model and configuration give the same placement, unless a timeout cuts
+    the search short.
+
+    Raises:
+        InfeasibleError: no placement fits within the allowed splits.
+    """
+    config = config or SearchConfig()
+    begun = time.perf_counter()
+    log: list[dict[str, Any]] = []
+
+    def elapsed() -> float:
+        return time.perf_counter() - begun
+
+    def out_of_time() -> bool:
+        return config.timeout_seconds is not None and elapsed() > config.timeout_seconds
+
+    simulator = PlanSimulator(problem, model)
+
+    def note(step: str, total_ms: float, shards: int) -> None:
+        log.append({"step": step, "seconds": round(elapsed(), 4), "predicted_ms": round(total_ms, 4), "shards": shards})
+
+    best = feasible_placement(problem)
+    cost = simulator.cost(best)
+    note("feasible", cost.total_ms, len(best.shards))
+    if not problem.tables:
+        return SearchResult(best, cost, elapsed(), tuple(log))
+
+    def on_level(level: int, scored: Scored) -> None:
+        note(f"beam level {level}", scored.total_ms, sum(map(len, scored.splits)))
+
+    starts: list[Splits] = list(dict.fromkeys([whole_tables(problem), _splits_of(problem, best)]))
+    found: list[Placement] = [best]
+    for scored in beam_search(simulator, starts, config, out_of_time, on_level):
+        if np.isfinite(scored.total_ms):
+            found.append(placement_of(problem, scored.splits, scored.placement.ranks))
+    for index, start in enumerate(found):
+        placement = refine(simulator, start, out_of_time) if config.refine and index else start
+        candidate = simulator.cost(placement)
+        if candidate.total_ms < cost.total_ms:
+            best, cost = placement, candidate
+        if config.refine and index:
+            note(f"refined {index}", candidate.total_ms, len(placement.shards))
+    if config.refine and len(found) == 1:
+        best = refine(simulator, best, out_of_time)
+        cost = simulator.cost(best)
+        note("refined feasible", cost.total_ms, len(best.shards))
+    return SearchResult(best, cost, elapsed(), tuple(log))
+
+
+def _splits_of(problem: ShardingProblem, placement: Placement) -> Splits:
+    widths: list[list[int]] = [[] for _ in problem.tables]
+    for shard in sorted(placement.shards, key=lambda s: (s.table, s.offset)):
+        widths[shard.table].append(shard.width)
+    return tuple(tuple(w) for w in widths)

@@ -1,0 +1,195 @@
+"""Feasibility first: a placement that fits in memory, whatever it costs in time.
+
+Two constructions are tried: size-first halving with first-fit-decreasing, which keeps shards few, then a
+fill that cuts tables exactly to the space that is left, which packs almost to the last column.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrec_neuroshard.problem import (
+    WIDTH_MULTIPLE,
+    InfeasibleError,
+    Placement,
+    Shard,
+    ShardingProblem,
+)
+from torchrec_neuroshard.search.splits import Splits, divide, shards_of, whole_tables
+
+_MAX_HALVINGS_PER_TABLE = 16
+
+
+def feasible_placement(problem: ShardingProblem) -> Placement:
+    """Finds a placement that fits in memory.
+
+    Raises:
+        InfeasibleError: none was found; carries the table or the totals, with bytes needed and available.
+    """
+    _check_bounds(problem)
+    splits = whole_tables(problem)
+    for _ in range(_MAX_HALVINGS_PER_TABLE * len(problem.tables) + 1):
+        ranks = first_fit_decreasing(problem, splits)
+        if ranks is not None:
+            return placement_of(problem, splits, ranks)
+        finer = _halve_largest(problem, splits)
+        if finer is None:
+            break
+        splits = finer
+    filled = _fill(problem)
+    if filled is not None:
+        return filled
+    raise _infeasible(problem)
+
+
+def placement_of(problem: ShardingProblem, splits: Splits, ranks: NDArray[np.int64]) -> Placement:
+    """Builds a placement from splits and the [shards] ranks of :func:`shards_of` order."""
+    shards = tuple(
+        Shard(table, offset, width, int(rank)) for (table, offset, width), rank in zip(shards_of(splits), ranks)
+    )
+    return Placement(shards, problem.sharding_types([len(widths) > 1 for widths in splits]))
+
+
+def first_fit_decreasing(problem: ShardingProblem, splits: Splits) -> NDArray[np.int64] | None:
+    """[shards] ranks by first-fit-decreasing on the scarcer memory; None where something does not fit."""
+    shards = list(shards_of(splits))
+    memory = np.asarray([problem.shard_memory(table, width) for table, _, width in shards])
+    free = problem.cluster.capacity.astype(np.float64).copy()
+    size = _relative_size(problem, memory)
+    ranks = np.full(len(shards), -1, dtype=np.int64)
+    for index in sorted(range(len(shards)), key=lambda i: (-size[i], i)):
+        fits = np.flatnonzero((free >= memory[index]).all(axis=1))
+        if not fits.size:
+            return None
+        ranks[index] = fits[0]
+        free[fits[0]] -= memory[index]
+    return ranks
+
+
+def _relative_size(problem: ShardingProblem, memory: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[shards] the larger share of total HBM or DDR that each shard takes."""
+    total = np.maximum(problem.cluster.capacity.sum(axis=0), 1.0)
+    return (memory / total).max(axis=1)
+
+
+def _halve_largest(problem: ShardingProblem, splits: Splits) -> Splits | None:
+    """Halves the shard that takes the most memory among those that can be halved."""
+    best: tuple[float, int, int] | None = None
+    for table, widths in enumerate(splits):
+        if not problem.splittable(table):
+            continue
+        for position, width in enumerate(widths):
+            if divide(width, problem.options[table].min_width) is None:
+                continue
+            size = float(_relative_size(problem, np.asarray([problem.shard_memory(table, width)]))[0])
+            if best is None or size > best[0]:
+                best = (size, table, position)
+    if best is None:
+        return None
+    _, table, position = best
+    pieces = divide(splits[table][position], problem.options[table].min_width)
+    assert pieces is not None
+    widths = (*splits[table][:position], *pieces, *splits[table][position + 1 :])
+    return (*splits[:table], widths, *splits[table + 1 :])
+
+
+def _fill(problem: ShardingProblem) -> Placement | None:
+    """Places unsplittable tables first, then cuts the others to the space that is left."""
+    free = problem.cluster.capacity.astype(np.float64).copy()
+    pieces: dict[int, list[tuple[int, int]]] = {}  # table -> (width, rank) in column order
+    sizes = _relative_size(
+        problem,
+        np.asarray([problem.shard_memory(t, table.embedding_dim) for t, table in enumerate(problem.tables)]),
+    )
+    order = sorted(range(len(problem.tables)), key=lambda t: (problem.splittable(t), -sizes[t], t))
+    for table in order:
+        left = problem.tables[table].embedding_dim
+        pieces[table] = []
+        while left:
+            width, rank = _widest_piece(problem, table, left, free)
+            if width == 0:
+                return None
+            free[rank] -= problem.shard_memory(table, width)
+            pieces[table].append((width, rank))
+            left -= width
+    splits = tuple(tuple(width for width, _ in pieces[t]) for t in range(len(problem.tables)))
+    ranks = np.asarray([rank for t in range(len(problem.tables)) for _, rank in pieces[t]], dtype=np.int64)
+    return placement_of(problem, splits, ranks)
+
+
+def _widest_piece(
+    problem: ShardingProblem, table: int, left: int, free: NDArray[np.float64]
+) -> tuple[int, int]:
+    """The whole rest on the tightest rank that holds it, else the widest piece that any rank holds."""
+    whole = np.flatnonzero((free >= problem.shard_memory(table, left)).all(axis=1))
+    if whole.size:
+        slack = (free[whole] - problem.shard_memory(table, left)).sum(axis=1)
+        return left, int(whole[np.argmin(slack)])
+    if not problem.splittable(table):
+        return 0, -1
+    floor = -(-problem.options[table].min_width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    width = left - floor
+    best = (0, -1)
+    for rank in range(len(free)):
+        low, high = 0, max(width, 0) // WIDTH_MULTIPLE
+        while low < high:  # bytes grow with the width
+            middle = (low + high + 1) // 2
+            if (np.asarray(problem.shard_memory(table, middle * WIDTH_MULTIPLE)) <= free[rank]).all():
+                low = middle
+            else:
+                high = middle - 1
+        if low * WIDTH_MULTIPLE >= floor and low * WIDTH_MULTIPLE > best[0]:
+            best = (low * WIDTH_MULTIPLE, rank)
+    return best
+
+
+def _smallest_memory(problem: ShardingProblem, table: int) -> tuple[float, float]:
+    """Bytes of the narrowest shard that the table may be cut into."""
+    width = problem.tables[table].embedding_dim
+    if problem.splittable(table):
+        width = min(width, -(-problem.options[table].min_width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+    return problem.shard_memory(table, width)
+
+
+def _check_bounds(problem: ShardingProblem) -> None:
+    """Raises where a single table or the total cannot fit, however it is cut."""
+    capacity = problem.cluster.capacity
+    for index, table in enumerate(problem.tables):
+        least = np.asarray(_smallest_memory(problem, index))
+        if not (capacity >= least).all(axis=1).any():
+            best = capacity[np.argmax((capacity - least).min(axis=1))]
+            raise InfeasibleError(
+                f"table {table.name!r} does not fit on any rank even in its narrowest allowed shard: "
+                f"it needs {_gib(least)}, the roomiest rank has {_gib(best)}",
+                (float(least[0]), float(least[1])),
+                (float(best[0]), float(best[1])),
+                table.name,
+            )
+    # Whole tables need the least in total: each further shard repeats the input buffers.
+    needed = np.sum([problem.shard_memory(t, table.embedding_dim) for t, table in enumerate(problem.tables)], axis=0)
+    available = np.maximum(capacity, 0.0).sum(axis=0)
+    if problem.tables and (needed > available).any():
+        raise InfeasibleError(
+            f"the tables need {_gib(needed)} in all, the {len(capacity)} ranks have {_gib(available)}",
+            (float(needed[0]), float(needed[1])),
+            (float(available[0]), float(available[1])),
+        )
+
+
+def _infeasible(problem: ShardingProblem) -> InfeasibleError:
+    needed = np.sum([problem.shard_memory(t, table.embedding_dim) for t, table in enumerate(problem.tables)], axis=0)
+    available = problem.cluster.capacity.sum(axis=0)
+    return InfeasibleError(
+        f"found no way to pack the tables: they need {_gib(needed)}, the ranks have {_gib(available)} in all, but "
+        "not in pieces that hold the shards; allow narrower column shards (column_split='any', min_partition) or "
+        "give more memory",
+        (float(needed[0]), float(needed[1])),
+        (float(available[0]), float(available[1])),
+    )
+
+
+def _gib(memory: NDArray[np.float64]) -> str:
+    return " and ".join(
+        f"{amount / 2**30:.3f} GiB {kind}" for amount, kind in zip(memory, ("HBM", "DDR")) if amount > 0
+    ) or "0 GiB"  # fmt: skip

@@ -1,0 +1,136 @@
+"""Measured groups as training data."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from typing import Any, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrec_neuroshard.costs.features import ShardFeatures, ShardWork, shard_features
+from torchrec_neuroshard.measure.pool import is_held_out
+from torchrec_neuroshard.measure.specs import DATA_TYPES, GroupSpec
+from torchrec_neuroshard.measure.store import read_records
+
+_VALIDATION_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class GroupData:
+    """Fused groups and what they cost.
+
+    Attributes:
+        shards: features of all shards, group after group.
+        group: [shards] index of the group that each shard belongs to, rising.
+        measured_ms: [groups, 2] median forward and backward.
+        total_ms: [groups] median of forward plus backward.
+        noise: [groups] (p90 - p10) / median of the total, within the record.
+        ids: [groups] record ids.
+        batch_size: [groups] batch of the TBE.
+        lookups: [groups] mean number of ids in a batch.
+    """
+
+    shards: ShardFeatures
+    group: NDArray[np.int64]
+    measured_ms: NDArray[np.float64]
+    total_ms: NDArray[np.float64]
+    noise: NDArray[np.float64]
+    ids: tuple[str, ...]
+    batch_size: NDArray[np.int64]
+    lookups: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def work(self) -> NDArray[np.float64]:
+        """[groups, work terms] total work of each group."""
+        total = np.zeros((len(self), self.shards.work.shape[1]))
+        np.add.at(total, self.group, self.shards.work)
+        return total
+
+    def select(self, groups: NDArray[np.bool_]) -> GroupData:
+        """The groups where ``groups`` ([groups] mask) is true."""
+        keep = groups[self.group]
+        renumber = np.cumsum(groups) - 1
+        return GroupData(
+            ShardFeatures(self.shards.work[keep], self.shards.features[keep]),
+            renumber[self.group[keep]],
+            self.measured_ms[groups],
+            self.total_ms[groups],
+            self.noise[groups],
+            tuple(name for name, chosen in zip(self.ids, groups) if chosen),
+            self.batch_size[groups],
+            self.lookups[groups],
+        )
+
+
+@dataclass(frozen=True)
+class GroupSplit:
+    """Training and validation groups share base tables; test groups hold only base tables unseen in both."""
+
+    train: GroupData
+    validation: GroupData
+    test: GroupData
+
+
+def spec_features(spec: GroupSpec) -> ShardFeatures:
+    """Features of the shards of a measured group."""
+    return shard_features(
+        ShardWork(
+            rows=shard.rows,
+            dim=shard.dim,
+            pooling_factor=shard.pooling_factor,
+            num_features=shard.num_features,
+            batch_size=spec.batch_size,
+            element_bytes=DATA_TYPES[spec.data_type],
+            weighted=spec.weighted,
+            optimizer=spec.optimizer,
+            access=shard.distribution(),
+        )
+        for shard in spec.shards
+    )
+
+
+def group_data(records: Iterable[dict[str, Any]]) -> GroupData:
+    """Builds the arrays from group records."""
+    records = list(records)
+    parts, membership = [], []
+    for index, record in enumerate(records):
+        features = spec_features(GroupSpec.from_json(record["spec"]))
+        parts.append(features)
+        membership.append(np.full(len(features.work), index, dtype=np.int64))
+    if not parts:
+        raise ValueError("no group records: collect some first (torchrec-neuroshard measure compute)")
+    totals = [record["total_ms"] for record in records]
+    return GroupData(
+        ShardFeatures.concatenate(parts),
+        np.concatenate(membership),
+        np.asarray([[r["forward_ms"]["median"], r["backward_ms"]["median"]] for r in records]),
+        np.asarray([t["median"] for t in totals]),
+        np.asarray([(t["p90"] - t["p10"]) / t["median"] for t in totals]),
+        tuple(record["id"] for record in records),
+        np.asarray([record["spec"]["batch_size"] for record in records]),
+        np.asarray([record["lookups"] for record in records]),
+    )
+
+
+def load_groups(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
+    """All group records of some measurement files."""
+    return [record for path in paths for record in read_records(path) if record["kind"] == "group"]
+
+
+def split_groups(records: Iterable[dict[str, Any]]) -> GroupSplit:
+    """Splits records by base table (test) and by record id (validation), the same way each time."""
+    train, validation, test = [], [], []
+    for record in records:
+        if is_held_out(GroupSpec.from_json(record["spec"])):
+            test.append(record)
+        elif int(hashlib.sha256(record["id"].encode()).hexdigest()[:8], 16) / 2**32 < _VALIDATION_SHARE:
+            validation.append(record)
+        else:
+            train.append(record)
+    return GroupSplit(group_data(train), group_data(validation), group_data(test))
