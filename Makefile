@@ -1,0 +1,27 @@
+# make demo | make test: both build .venv first when it is missing or out of date.
+
+PYTHON ?=
+VENV_PYTHON := .venv/bin/python
+
+.PHONY: setup demo test test-slow lint clean
+
+setup:
+	@command -v python3 >/dev/null 2>&1 || { echo "[setup] ERROR: there is no python3 on PATH; install Python 3.10 to 3.13" >&2; exit 1; }
+	@python3 scripts/setup_venv.py $(if $(PYTHON),--python "$(PYTHON)")
+
+demo: setup
+	@$(VENV_PYTHON) examples/demo.py
+
+test: setup
+	@$(VENV_PYTHON) -m pytest -m "not slow"
+
+test-slow: setup
+	@$(VENV_PYTHON) -m pytest -m slow
+
+lint: setup
+	@$(VENV_PYTHON) -m ruff check .
+	@$(VENV_PYTHON) -m mypy
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

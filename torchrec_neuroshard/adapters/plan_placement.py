@@ -1,0 +1,65 @@
+"""From TorchRec's ``ShardingPlan`` back to a placement, so that any planner's plan can be simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Sequence
+
+from torchrec.distributed.types import ShardingPlan
+
+from torchrec_neuroshard.adapters.module_tables import FUSED, ShardableTable
+from torchrec_neuroshard.problem import (
+    COLUMN_WISE,
+    TABLE_WISE,
+    Cluster,
+    Placement,
+    Shard,
+    ShardingProblem,
+    TableOptions,
+)
+
+_TABLE_COLUMN_WISE = "table_column_wise"
+_WRITTEN_AS = {TABLE_WISE: TABLE_WISE, COLUMN_WISE: COLUMN_WISE, _TABLE_COLUMN_WISE: COLUMN_WISE}
+
+
+class UnsimulatedPlanError(ValueError):
+    """A plan with a sharding type or kernel that the simulator does not know yet; the message names the table."""
+
+
+def simulated_problem(
+    plan: ShardingPlan, tables: Sequence[ShardableTable], cluster: Cluster, batch_size: int
+) -> tuple[ShardingProblem, Placement]:
+    """The problem and the placement that stand for a plan in ``PlanSimulator``; memory is not accounted.
+
+    Args:
+        plan: a plan of all the tables.
+        tables: the tables, as :func:`collect_tables` found them.
+        cluster: the ranks.
+        batch_size: samples per rank.
+
+    Raises:
+        UnsimulatedPlanError: the plan holds something other than table_wise, column_wise and table_column_wise
+            with the fused kernel.
+    """
+    shards: list[Shard] = []
+    types: list[str] = []
+    simulated = []
+    for index, entry in enumerate(tables):
+        sharding: Any = (plan.get_plan_for_module(entry.module_path) or {})[entry.name]
+        kind, kernel = sharding.sharding_type, sharding.compute_kernel
+        if kind not in _WRITTEN_AS or kernel != FUSED:
+            raise UnsimulatedPlanError(
+                f"table {entry.name!r} is {kind} with kernel {kernel}, which the cost models do not cover yet"
+            )
+        types.append(_WRITTEN_AS[kind])
+        # table_column_wise runs column_wise's code, but as a lookup of its own, with its own TBE and collectives.
+        module = f"{entry.table.module}/{kind}" if kind == _TABLE_COLUMN_WISE else entry.table.module
+        simulated.append(replace(entry.table, module=module))
+        pieces = zip(sharding.sharding_spec.shards, sharding.ranks)
+        shards += sorted(
+            (Shard(index, piece.shard_offsets[1], piece.shard_sizes[1], rank) for piece, rank in pieces),
+            key=lambda shard: shard.offset,
+        )
+    options = (TableOptions((TABLE_WISE, COLUMN_WISE), 1),) * len(tables)
+    problem = ShardingProblem(tuple(simulated), options, cluster, batch_size, lambda table, width: (0.0, 0.0))
+    return problem, Placement(tuple(shards), tuple(types))

@@ -1,0 +1,101 @@
+"""What the commands accept. Free of torch, so that ``--help`` and mistakes answer at once."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+PLANNERS = ("neuroshard", "torchrec", "torchrec-restricted")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; ``command`` names the module of :mod:`torchrec_neuroshard.cli` to run."""
+    parser = argparse.ArgumentParser(
+        prog="torchrec-neuroshard", description="Plans how to shard embedding tables over ranks, from measured costs."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_plan(commands)
+    _add_measure(commands)
+    commands.add_parser("doctor", help="check the installation: versions, FBGEMM, hardware, shipped cost models")
+    return parser
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = commands.add_parser("plan", help="plan the tables of a workload file")
+    plan.add_argument("workload", type=Path, metavar="WORKLOAD.json", help="tables and batch size")
+    plan.add_argument("--world-size", type=_positive_int, required=True, metavar="N", help="number of ranks")
+    plan.add_argument(
+        "--local-world-size",
+        type=_positive_int,
+        metavar="L",
+        help="ranks per host (default: the largest divisor of N up to 8)",
+    )
+    plan.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what the ranks run on (default: cuda)")
+    plan.add_argument(
+        "--hbm-gb", type=_positive_float, metavar="G", help="GiB of HBM per rank (default: the hardware's)"
+    )
+    plan.add_argument(
+        "--ddr-gb", type=_positive_float, metavar="G", help="GiB of host memory per rank (default: TorchRec's)"
+    )
+    plan.add_argument(
+        "--batch-size",
+        type=_positive_int,
+        metavar="B",
+        help="samples per iteration over all ranks (default: the workload file's)",
+    )
+    plan.add_argument("--hardware", metavar="NAME", help="preset or measured machine (default: this one's)")
+    plan.add_argument("--planner", choices=PLANNERS, default="neuroshard", help="(default: neuroshard)")
+    plan.add_argument(
+        "--cost-model", default="auto", metavar="NAME_OR_PATH", help="auto, a shipped model or a folder (default: auto)"
+    )
+    plan.add_argument("--timeout", type=_positive_float, metavar="S", help="seconds of search at most")
+    plan.add_argument("--seed", type=int, default=0, metavar="K", help="seed of the search (default: 0)")
+    plan.add_argument(
+        "--column-split",
+        choices=("auto", "any", "never"),
+        default="auto",
+        help="which column splits are allowed (default: auto, which spares row-wise optimizers)",
+    )
+    plan.add_argument(
+        "--pipeline",
+        choices=("none", "sparse_dist", "prefetch"),
+        default="sparse_dist",
+        help="the training loop's pipeline (default: sparse_dist)",
+    )
+    plan.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+
+
+def _add_measure(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    measure = commands.add_parser("measure", help="time fused groups or collectives on this machine")
+    measure.add_argument("what", choices=("compute", "collectives"))
+    measure.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help=".jsonl file to append to; a rerun resumes it"
+    )
+    measure.add_argument("--minutes", type=_positive_float, default=10.0, metavar="M", help="time budget (default: 10)")
+    measure.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the sample (default: 0)")
+    measure.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda where there is one)")
+    measure.add_argument("--limit", type=_positive_int, metavar="N", help="stop after this many new records")
+    measure.add_argument(
+        "--world-size", type=_positive_int, default=2, metavar="N", help="ranks of a collective (default: 2)"
+    )
+
+
+def _positive_int(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text!r}")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+    return value
