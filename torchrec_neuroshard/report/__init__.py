@@ -1,0 +1,1 @@
+"""What a planner tells its user."""

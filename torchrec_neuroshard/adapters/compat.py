@@ -1,0 +1,191 @@
+"""Every difference between TorchRec versions (1.4 to 1.9) that this package has to know."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from typing import Any, Mapping, Sequence
+
+from torch import nn
+from torchrec.distributed.planner import planners as torchrec_planners
+from torchrec.distributed.planner import types as planner_types
+from torchrec.distributed.planner import utils as planner_utils
+from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    Perf,
+    PlannerError,
+    PlannerErrorType,
+    ShardEstimator,
+    ShardingOption,
+    Stats,
+    Storage,
+    StorageReservation,
+    Topology,
+)
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
+
+_GIB = 1024**3
+
+# TorchRec's own default; EmbeddingShardingPlanner reserves the same.
+_DEFAULT_RESERVATION = 0.15
+
+
+def error_type(name: str) -> PlannerErrorType:
+    """The error type of this name, or OTHER where the installed TorchRec does not have it yet."""
+    return getattr(PlannerErrorType, name, PlannerErrorType.OTHER)
+
+
+def sharder_key(module_type: type) -> str:
+    """The name under which TorchRec files the sharder of a module type."""
+    return planner_utils.sharder_name(module_type)
+
+
+def sharder_maps(sharders: Sequence[ModuleSharder[nn.Module]]) -> dict[str, Any]:
+    """Keyword arguments that hand sharders to ``ShardEstimator.estimate`` (``sharder_data_map`` since 1.7)."""
+    sharder_map = {sharder_key(sharder.module_type): sharder for sharder in sharders}
+    build = getattr(planner_utils, "build_sharder_data_map", None)
+    return {"sharder_map": sharder_map} if build is None else {"sharder_data_map": build(sharder_map)}
+
+
+def fused_params_of(entry: Any) -> Mapping[str, Any]:
+    """The fused params of a sharder, or of the ``SharderData`` snapshot that stands for one since 1.7."""
+    return getattr(entry, "fused_params", None) or {}
+
+
+def populate_estimates(enumerator: Enumerator, options: list[ShardingOption], maps: Mapping[str, Any]) -> None:
+    """Lets an enumerator estimate options it did not enumerate; ``maps`` come from :func:`sharder_maps`."""
+    for name, value in maps.items():
+        setattr(enumerator, f"_{name}", value)
+    enumerator.populate_estimates(options)
+
+
+def estimators_of(enumerator: Enumerator, kind: type[ShardEstimator]) -> list[ShardEstimator]:
+    """The enumerator's estimators of one kind; empty when it does not tell them apart."""
+    return [estimator for estimator in getattr(enumerator, "_estimators", []) if isinstance(estimator, kind)]
+
+
+def default_storage_reservation() -> StorageReservation:
+    """TorchRec's default reservation, without the FutureWarning that is meant for those who chose it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return HeuristicalStorageReservation(percentage=_DEFAULT_RESERVATION)
+
+
+def intra_group_size(topology: Topology) -> int:
+    """Ranks joined by the fast links: a host, or a pod of hosts (since 1.6)."""
+    return int(getattr(topology, "intra_group_size", topology.local_world_size))
+
+
+def link_gbps(topology: Topology) -> tuple[float, float] | None:
+    """(intra-host, inter-host) GB/s that the user gave the topology; None for TorchRec's defaults."""
+    signature = inspect.signature(Topology.__init__).parameters
+    given = (float(topology.intra_host_bw), float(topology.inter_host_bw))
+    if given == (signature["intra_host_bw"].default, signature["inter_host_bw"].default):
+        return None
+    return given[0] * 1000 / _GIB, given[1] * 1000 / _GIB  # TorchRec keeps bytes per ms of binary GB
+
+
+def make_topology(
+    *,
+    world_size: int,
+    local_world_size: int,
+    device: str,
+    hbm_bytes: int,
+    ddr_bytes: int,
+    bandwidths_gbps: Mapping[str, float],
+) -> Topology:
+    """Builds a Topology, through ``TopologyFactory`` where there is one (1.7 warns without it).
+
+    Args:
+        world_size: ranks.
+        local_world_size: ranks per host.
+        device: "cuda" or "cpu".
+        hbm_bytes: HBM of one rank; ignored for cpu.
+        ddr_bytes: host memory of one rank.
+        bandwidths_gbps: GB/s by the name of Topology's parameter (``hbm_mem_bw``, ``intra_host_bw``, ...).
+    """
+    bandwidths = {name: gbps * _GIB / 1000 for name, gbps in bandwidths_gbps.items()}
+    factory = getattr(planner_types, "TopologyFactory", None)
+    if factory is None:
+        return Topology(
+            world_size=world_size,
+            compute_device=device,
+            hbm_cap=hbm_bytes,
+            ddr_cap=ddr_bytes,
+            local_world_size=local_world_size,
+            **bandwidths,
+        )
+    return factory.create_topology(
+        trainer_config=planner_types.TrainerConfig(world_size=world_size, local_world_size=local_world_size),
+        hardware_config=planner_types.HardwareConfig(hbm_cap_bytes=hbm_bytes, ddr_cap_bytes=ddr_bytes, **bandwidths),
+        kernel_config=planner_types.KernelConfig(compute_device=device),
+    )
+
+
+def make_perf(
+    forward_ms: float, forward_comms_ms: float, backward_ms: float, backward_comms_ms: float, input_dist_ms: float
+) -> Perf:
+    """A Perf in ms; ``input_dist_comms`` exists since 1.5."""
+    perf = Perf(
+        fwd_compute=forward_ms, fwd_comms=forward_comms_ms, bwd_compute=backward_ms, bwd_comms=backward_comms_ms
+    )
+    perf.prefetch_compute = 0.0
+    if "input_dist_comms" in {field.name for field in dataclasses.fields(Perf)}:
+        perf.input_dist_comms = input_dist_ms
+    return perf
+
+
+def add_storage(storage: Storage, hbm: int, ddr: int) -> Storage:
+    """Adds bytes to a Storage (which has an ``ssd`` field since 1.6)."""
+    return dataclasses.replace(storage, hbm=storage.hbm + hbm, ddr=storage.ddr + ddr)
+
+
+def validate_plan(
+    plan: ShardingPlan,
+    options: list[ShardingOption],
+    module: nn.Module,
+    sharders: list[ModuleSharder[nn.Module]],
+    topology: Topology,
+) -> None:
+    """Runs TorchRec's own validators where they exist: rank assignment (1.5), inclusion and kernels (1.7).
+
+    Raises:
+        PlannerError: a validator objects.
+    """
+    validators: list[tuple[str, tuple[Any, ...]]] = [
+        ("validate_modules_inclusion_in_sharding_plan", (plan, module, sharders)),
+        ("validate_rank_assignment", (plan, topology)),
+        ("validate_compute_kernels", (options,)),
+    ]
+    for name, arguments in validators:
+        validator = getattr(torchrec_planners, name, None)
+        if validator is not None:
+            validator(*arguments)
+
+
+def log_stats(stats: Stats, **arguments: Any) -> None:
+    """Calls ``stats.log`` with those of the arguments that it accepts."""
+    parameters = inspect.signature(stats.log).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    stats.log(**{name: value for name, value in arguments.items() if takes_any or name in parameters})
+
+
+__all__ = [
+    "PlannerError",
+    "add_storage",
+    "default_storage_reservation",
+    "error_type",
+    "estimators_of",
+    "fused_params_of",
+    "intra_group_size",
+    "link_gbps",
+    "log_stats",
+    "make_perf",
+    "make_topology",
+    "populate_estimates",
+    "sharder_key",
+    "sharder_maps",
+    "validate_plan",
+]

@@ -1,0 +1,99 @@
+"""From a placement to TorchRec's ``ShardingOption`` list and ``ShardingPlan``."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+from torchrec.distributed.planner.planners import to_sharding_plan
+from torchrec.distributed.planner.types import Shard as TorchRecShard
+from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.types import ShardingPlan
+
+from torchrec_neuroshard.adapters.module_tables import FUSED, ShardableTable
+from torchrec_neuroshard.problem import Placement, Shard, ShardingProblem
+
+# Constraints that a plan carries over to the kernels, as TorchRec's enumerator does.
+_CARRIED = (
+    "cache_params",
+    "enforce_hbm",
+    "stochastic_rounding",
+    "bounds_check_mode",
+    "feature_names",
+    "output_dtype",
+    "key_value_params",
+)
+
+
+def sharding_option(
+    entry: ShardableTable, sharding_type: str, shards: Sequence[Shard], batch_size: int
+) -> ShardingOption:
+    """TorchRec's description of one table's shards, ranks included.
+
+    Args:
+        entry: the table.
+        sharding_type: table_wise or column_wise.
+        shards: its shards in column order.
+        batch_size: samples per rank.
+    """
+    carried: dict[str, Any] = {}
+    if entry.constraints is not None:
+        values = {name: getattr(entry.constraints, name, None) for name in _CARRIED}
+        carried = {name: value for name, value in values.items() if value is not None}
+    rows = entry.table.num_embeddings
+    return ShardingOption(
+        name=entry.name,
+        tensor=entry.parameter,
+        module=(entry.module_path, entry.module),
+        input_lengths=list(entry.input_lengths),
+        batch_size=batch_size,
+        compute_kernel=FUSED,
+        sharding_type=sharding_type,
+        partition_by="device",
+        shards=[TorchRecShard(size=[rows, shard.width], offset=[0, shard.offset], rank=shard.rank) for shard in shards],
+        is_pooled=True,
+        **carried,
+    )
+
+
+def one_shard_per_rank(problem: ShardingProblem, placement: Placement) -> Placement:
+    """Joins the shards that a table has on one rank, by reordering its columns.
+
+    One wide lookup is never slower than two narrow ones, nor larger. And TorchRec (up to 1.8 at least) slices the
+    parameter of a table's shards on one rank as if all were as wide as the first: unequal ones fail at sharding
+    time, or overlap the next table.
+
+    Args:
+        problem: what was planned.
+        placement: any placement; returned as it is when no rank holds two shards of a table.
+    """
+    pieces: dict[tuple[int, int], int] = {}  # (table, rank) -> width, in the order of the first column
+    for shard in sorted(placement.shards, key=lambda shard: (shard.table, shard.offset)):
+        pieces[shard.table, shard.rank] = pieces.get((shard.table, shard.rank), 0) + shard.width
+    if len(pieces) == len(placement.shards):
+        return placement
+    offsets = [0] * len(problem.tables)
+    counts = [0] * len(problem.tables)
+    shards: list[Shard] = []
+    for (table, rank), width in pieces.items():
+        shards.append(Shard(table, offsets[table], width, rank))
+        offsets[table] += width
+        counts[table] += 1
+    return Placement(tuple(shards), problem.sharding_types([count > 1 for count in counts]))
+
+
+def sharding_options(tables: Sequence[ShardableTable], placement: Placement, batch_size: int) -> list[ShardingOption]:
+    """One option per table: what TorchRec's planner calls its best plan."""
+    shards: list[list[Shard]] = [[] for _ in tables]
+    for shard in sorted(placement.shards, key=lambda shard: (shard.table, shard.offset)):
+        shards[shard.table].append(shard)
+    return [
+        sharding_option(entry, kind, pieces, batch_size)
+        for entry, kind, pieces in zip(tables, placement.sharding_types, shards)
+    ]
+
+
+def sharding_plan(
+    tables: Sequence[ShardableTable], placement: Placement, topology: Topology, batch_size: int
+) -> ShardingPlan:
+    """The plan that ``DistributedModelParallel`` takes, for a placement of the tables."""
+    return to_sharding_plan(sharding_options(tables, placement, batch_size), topology)

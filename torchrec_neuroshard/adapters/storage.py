@@ -1,0 +1,124 @@
+"""Memory by TorchRec's own rules: bytes of any column shard, and what a rank has left for shards."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.shard_estimators import _get_optimizer_multipler as torchrec_optimizer_multiplier
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    Shard,
+    ShardingOption,
+    StorageReservation,
+    Topology,
+)
+from torchrec.distributed.types import ModuleSharder
+
+from torchrec_neuroshard.adapters.compat import estimators_of, populate_estimates
+from torchrec_neuroshard.adapters.module_tables import ShardableTable
+from torchrec_neuroshard.adapters.sharding_plan import sharding_option
+from torchrec_neuroshard.problem import COLUMN_WISE, TABLE_WISE
+
+
+class ShardStorage:
+    """Bytes of a shard by TorchRec's storage estimator, plus the optimizer state that it overlooks.
+
+    TorchRec's estimator sees an optimizer only when ``apply_optimizer_in_backward`` set it, not one in the
+    sharder's fused params, and charges row-wise state once per table although every column shard keeps its own.
+
+    Args:
+        tables: the tables.
+        enumerator: its storage estimators are used.
+        sharder_maps: what :func:`compat.sharder_maps` made of the sharders.
+        batch_size: samples per rank.
+        device: "cuda" or "cpu".
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[ShardableTable],
+        enumerator: Enumerator,
+        sharder_maps: Mapping[str, Any],
+        batch_size: int,
+        device: str,
+    ) -> None:
+        self._tables = tables
+        self._enumerator = enumerator
+        self._sharder_maps = dict(sharder_maps)
+        self._batch_size = batch_size
+        self._on_device = device != "cpu"
+        self._estimators = estimators_of(enumerator, EmbeddingStorageEstimator)
+        self._options: dict[int, ShardingOption] = {}
+        self._known: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def __call__(self, table: int, width: int) -> tuple[float, float]:
+        """Returns (HBM bytes, DDR bytes) of a shard of ``width`` columns of table number ``table``."""
+        key = (table, width)
+        if key not in self._known:
+            self._known[key] = self._estimate(table, width)
+        return self._known[key]
+
+    def overlooked_state(self, table: int, width: int) -> tuple[int, int]:
+        """(HBM, DDR) bytes of optimizer state that TorchRec's estimator does not charge for a shard."""
+        entry = self._tables[table]
+        rows = entry.table.num_embeddings
+        charged = 0
+        optimizer_class = getattr(entry.parameter, "_optimizer_classes", [None])[0]
+        if optimizer_class is not None:
+            multiplier = torchrec_optimizer_multiplier(optimizer_class, entry.parameter.shape)
+            charged = math.ceil(rows * width * entry.table.element_bytes * multiplier)
+        missing = max(0, entry.optimizer.state_bytes(rows, width) - charged)
+        return (missing, 0) if self._on_device else (0, missing)
+
+    def _estimate(self, table: int, width: int) -> tuple[float, float]:
+        entry = self._tables[table]
+        if table not in self._options:
+            kind = COLUMN_WISE if COLUMN_WISE in entry.sharding_types else TABLE_WISE
+            self._options[table] = sharding_option(entry, kind, [], self._batch_size)
+        option = self._options[table]
+        option.shards = [Shard(size=[entry.table.num_embeddings, width], offset=[0, 0])]
+        if self._estimators:
+            for estimator in self._estimators:
+                estimator.estimate([option], **self._sharder_maps)
+        else:
+            populate_estimates(self._enumerator, [option], self._sharder_maps)
+        storage = option.shards[0].storage
+        if storage is None:
+            raise ValueError(
+                f"{type(self._enumerator).__name__} does not estimate storage; "
+                "give an enumerator with an EmbeddingStorageEstimator"
+            )
+        hbm, ddr = self.overlooked_state(table, width)
+        return float(storage.hbm + hbm), float(storage.ddr + ddr)
+
+
+def reserved_capacity(
+    reservation: StorageReservation,
+    topology: Topology,
+    batch_size: int,
+    module: nn.Module,
+    sharders: list[ModuleSharder[nn.Module]],
+    constraints: dict[str, ParameterConstraints] | None,
+) -> NDArray[np.float64]:
+    """[ranks, 2] bytes of HBM and DDR that shards may use after the storage reservation; the topology is not touched.
+
+    Raises:
+        PlannerError: the reservation alone exceeds the memory.
+    """
+    reserved = reservation.reserve(
+        topology=copy.deepcopy(topology),
+        batch_size=batch_size,
+        module=module,
+        sharders=sharders,
+        constraints=constraints,
+    )
+    return np.asarray(
+        [[max(0, device.storage.hbm), max(0, device.storage.ddr)] for device in reserved.devices], dtype=np.float64
+    )

@@ -1,0 +1,204 @@
+"""Measured pooling factors and access distributions of a model's tables."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_neuroshard.access import AccessDistribution
+from torchrec_neuroshard.adapters.names import qualified_name, unique_names
+
+_SCHEMA = 1
+
+# Enough lookups to fit a table's distribution; the pooling factor goes on being counted.
+DEFAULT_MAX_LOOKUPS = 200_000
+
+
+class TableStatsError(ValueError):
+    """Statistics that cannot be used; the message says which table or field and what to do."""
+
+
+@dataclass(frozen=True)
+class TableStats:
+    """What the training data says about each table, independent of the batch size.
+
+    Tables are keyed by name; where two modules of a model share a table name, by "module.path.name".
+
+    Attributes:
+        pooling_factors: table -> mean ids per sample, summed over the table's features.
+        access: table -> access distribution.
+    """
+
+    pooling_factors: Mapping[str, float] = field(default_factory=dict)
+    access: Mapping[str, AccessDistribution] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in self.pooling_factors.items():
+            if not (math.isfinite(value) and value >= 0):
+                raise TableStatsError(f"pooling factor of table {name!r} must be a number of at least 0, got {value!r}")
+
+    @classmethod
+    def from_batches(
+        cls,
+        batches: Iterable[KeyedJaggedTensor],
+        module_or_configs: nn.Module | Iterable[EmbeddingBagConfig],
+        max_lookups: int = DEFAULT_MAX_LOOKUPS,
+    ) -> TableStats:
+        """Measures statistics on sample batches.
+
+        Args:
+            batches: KeyedJaggedTensors, or batches that hold one as ``sparse_features`` as TorchRec's ``Batch`` does.
+            module_or_configs: the model (its EmbeddingBagCollections are found), or the tables' configs.
+            max_lookups: ids kept per table for the access distribution, first come first kept.
+
+        Raises:
+            TableStatsError: no batches or tables, a feature that a batch lacks, or ids outside a table.
+        """
+        if max_lookups < 1:
+            raise TableStatsError(f"max_lookups must be positive, got {max_lookups}")
+        counters = [_Counter(name, config, max_lookups) for name, config in _named_configs(module_or_configs)]
+        if not counters:
+            raise TableStatsError("no tables: give a model that holds EmbeddingBagCollections, or their configs")
+        samples = 0
+        for number, batch in enumerate(batches):
+            features: Any = getattr(batch, "sparse_features", batch)
+            if not isinstance(features, KeyedJaggedTensor):
+                raise TableStatsError(f"batch {number} is a {type(batch).__name__}, expected a KeyedJaggedTensor")
+            samples += features.stride()
+            columns = features.to_dict()
+            for counter in counters:
+                counter.count(columns, number)
+        if samples == 0:
+            raise TableStatsError("no samples: give at least one batch that is not empty")
+        return cls(
+            {counter.name: counter.lookups / samples for counter in counters},
+            {counter.name: counter.distribution() for counter in counters},
+        )
+
+    def pooling_factor(self, module_path: str, table: str) -> float | None:
+        """The table's pooling factor; None when it was not measured."""
+        qualified = qualified_name(module_path, table)
+        return self.pooling_factors.get(qualified, self.pooling_factors.get(table))
+
+    def distribution(self, module_path: str, table: str) -> AccessDistribution | None:
+        """The table's access distribution; None when it was not measured."""
+        return self.access.get(qualified_name(module_path, table), self.access.get(table))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; :meth:`from_json` reads it back."""
+        tables: dict[str, dict[str, Any]] = {}
+        for name, factor in self.pooling_factors.items():
+            tables.setdefault(name, {})["pooling_factor"] = float(factor)
+        for name, access in self.access.items():
+            tables.setdefault(name, {})["access"] = {"counts": access.counts.tolist(), "masses": access.masses.tolist()}
+        return {"schema": _SCHEMA, "tables": tables}
+
+    @classmethod
+    def from_json(cls, content: Any, where: str = "table stats") -> TableStats:
+        """Reads what :meth:`to_json` wrote; ``where`` names it in messages.
+
+        Raises:
+            TableStatsError: a field is missing or has no usable value.
+        """
+        if not isinstance(content, dict) or not isinstance(content.get("tables"), dict):
+            raise TableStatsError(f"{where}: expected a JSON object with 'schema' and 'tables'")
+        if content.get("schema") != _SCHEMA:
+            raise TableStatsError(
+                f"{where}: field 'schema' is {content.get('schema')!r}, this version reads {_SCHEMA}; "
+                "measure again with TableStats.from_batches"
+            )
+        factors: dict[str, float] = {}
+        access: dict[str, AccessDistribution] = {}
+        for name, entry in content["tables"].items():
+            try:
+                if "pooling_factor" in entry:
+                    factors[name] = float(entry["pooling_factor"])
+                if "access" in entry:
+                    curve = entry["access"]
+                    access[name] = AccessDistribution(
+                        np.asarray(curve["counts"], dtype=np.float64), np.asarray(curve["masses"], dtype=np.float64)
+                    )
+            except (KeyError, TypeError, ValueError) as error:
+                raise TableStatsError(f"{where}: field 'tables.{name}' is not usable ({error})") from error
+        return cls(factors, access)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the statistics to a JSON file."""
+        Path(path).write_text(json.dumps(self.to_json()))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> TableStats:
+        """Reads a file that :meth:`save` wrote.
+
+        Raises:
+            TableStatsError: the file is missing, is not JSON, or has no usable content.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise TableStatsError(f"{path}: cannot be read ({error.strerror}); give a TableStats file") from error
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise TableStatsError(f"{path}: not a JSON file ({error})") from error
+        return cls.from_json(content, str(path))
+
+
+class _Counter:
+    """Counts one table's lookups over batches."""
+
+    def __init__(self, name: str, config: EmbeddingBagConfig, max_lookups: int) -> None:
+        self.name = name
+        self.lookups = 0
+        self._config = config
+        self._room = max_lookups
+        self._ids: list[NDArray[np.int64]] = []
+
+    def count(self, columns: Mapping[str, Any], batch: int) -> None:
+        """Adds the lookups of one batch, over all features of the table."""
+        for feature in self._config.feature_names:
+            if feature not in columns:
+                raise TableStatsError(
+                    f"batch {batch} has no feature {feature!r}, which table {self.name!r} looks up; "
+                    f"it has {', '.join(columns)}"
+                )
+            ids = columns[feature].values()
+            self.lookups += ids.numel()
+            kept = ids[: self._room].detach().to("cpu", torch.int64).numpy()
+            if kept.size:
+                self._room -= kept.size
+                self._ids.append(kept.copy())
+
+    def distribution(self) -> AccessDistribution:
+        """The access distribution of the ids kept."""
+        ids: NDArray[np.int64] | Sequence[int] = np.concatenate(self._ids) if self._ids else []
+        try:
+            return AccessDistribution.from_ids(ids, self._config.num_embeddings)
+        except ValueError as error:
+            raise TableStatsError(f"table {self.name!r}: {error}") from error
+
+
+def _named_configs(
+    module_or_configs: nn.Module | Iterable[EmbeddingBagConfig],
+) -> list[tuple[str, EmbeddingBagConfig]]:
+    """(unique table name, config) of every table."""
+    if isinstance(module_or_configs, nn.Module):
+        found = [
+            (path, config)
+            for path, module in module_or_configs.named_modules()
+            if isinstance(module, EmbeddingBagCollection)
+            for config in module.embedding_bag_configs()
+        ]
+    else:
+        found = [("", config) for config in module_or_configs]
+    return list(zip(unique_names([(path, config.name) for path, config in found]), [config for _, config in found]))

@@ -1,0 +1,450 @@
+"""NeuroShardPlanner: a drop-in for TorchRec's ``EmbeddingShardingPlanner``.
+
+References:
+    [Zha2023] Zha et al., "Pre-train and Search: Efficient Embedding Table Sharding with Pre-trained Neural Cost
+    Models", MLSys 2023, arXiv 2305.01868.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from time import perf_counter
+from typing import Any, Callable
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import nn
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.planners import EmbeddingPlannerBase, to_sharding_plan
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    Partitioner,
+    PerfModel,
+    PlanLoader,
+    Proposer,
+    ShardingOption,
+    Stats,
+    StorageReservation,
+    Topology,
+)
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
+
+from torchrec_neuroshard.adapters import compat
+from torchrec_neuroshard.adapters.errors import (
+    UnsupportedArgumentError,
+    as_planner_error,
+    from_plain,
+    insufficient_storage,
+    to_plain,
+)
+from torchrec_neuroshard.adapters.module_tables import COLUMN_SPLITS, FUSED, ShardableTable, collect_tables
+from torchrec_neuroshard.adapters.sharding_plan import one_shard_per_rank, sharding_options
+from torchrec_neuroshard.adapters.storage import ShardStorage, reserved_capacity
+from torchrec_neuroshard.adapters.table_stats import TableStats
+from torchrec_neuroshard.adapters.topology import DetectedMachine, planning_cluster
+from torchrec_neuroshard.costs.model import CostModel
+from torchrec_neuroshard.costs.registry import resolve_cost_model
+from torchrec_neuroshard.costs.simulator import PlanSimulator
+from torchrec_neuroshard.problem import Cluster, InfeasibleError, Pipeline, Placement, ShardingProblem
+from torchrec_neuroshard.report.plan_report import PlanReport
+from torchrec_neuroshard.search import SearchConfig, SearchResult, find_placement
+
+logger = logging.getLogger(__name__)
+
+# TorchRec's arguments whose work the search does itself, and what to do instead.
+_REMEDIES = {
+    "proposer": "NeuroShardPlanner searches itself: drop the argument, and tune the search with "
+    "search=SearchConfig(...)",
+    "partitioner": "NeuroShardPlanner places shards itself: drop the argument",
+    "performance_model": "plans are rated by simulating them with the cost model: drop the argument, and give your own "
+    "costs as cost_model=",
+    "plan_loader": "TorchRec's storage hash cannot tell uneven column splits apart: keep the ShardingPlan itself "
+    "(it pickles) and pass it to DistributedModelParallel(plan=...)",
+}
+
+
+class NeuroShardPlanner(EmbeddingPlannerBase):
+    """Finds a sharding plan by search over measured costs [Zha2023]_.
+
+    Plans the tables of all EmbeddingBagCollections of a model together, table-wise and column-wise (uneven
+    widths too), with the fused kernel.
+
+    Args:
+        topology: the machines; None detects them (see ``adapters.topology``), and ``collective_plan`` then takes
+            the smallest memory over all ranks.
+        batch_size: samples per rank; None warns and takes TorchRec's default.
+        constraints: TorchRec's ``ParameterConstraints`` by table name.
+        storage_reservation: None takes TorchRec's default.
+        stats: what prints the plan; None takes TorchRec's ``EmbeddingStats``.
+        debug: whether stats print everything.
+        callbacks: functions from a plan's sharding options to those to use instead.
+        timeout_seconds: the search returns the best plan so far after this time.
+        plan_loader: not supported, see the error.
+        enumerator: its storage estimators say what shards take, and it estimates the plan that stats print.
+        proposer: not supported, see the error.
+        partitioner: not supported, see the error.
+        performance_model: not supported, see the error.
+        cost_model: "auto" (the shipped model of the hardware, else the analytic prior), a shipped model's name, a
+            path, or a CostModel.
+        table_stats: measured pooling factors and access distributions; they win over the constraints.
+        column_split: "auto" splits columns freely for element-wise optimizers (SGD, Adagrad, Adam), and for
+            row-wise ones no narrower than TorchRec would unless nothing else fits; "any" always splits freely;
+            "never" leaves tables whole. A table's ``min_partition`` wins over "auto" and "any".
+        pipeline: "none", "sparse_dist" or "prefetch": how the training loop overlaps work.
+        search: the search's configuration; None takes defaults with ``seed``.
+        seed: seed of the search, when ``search`` is None.
+        hardware: name of the hardware (see ``costs.hardware``); None detects it.
+
+    Attributes:
+        report: prediction and provenance of the last plan; None before the first, and when there was no table.
+
+    Raises:
+        UnsupportedArgumentError: an argument cannot be honoured; the message says what to do instead.
+
+    Example::
+
+        planner = NeuroShardPlanner(batch_size=512)
+        plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
+        model = DistributedModelParallel(model, plan=plan, sharders=sharders)
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        storage_reservation: StorageReservation | None = None,
+        stats: Stats | list[Stats] | None = None,
+        debug: bool = True,
+        callbacks: list[Callable[[list[ShardingOption]], list[ShardingOption]]] | None = None,
+        timeout_seconds: int | None = None,
+        plan_loader: PlanLoader | None = None,
+        enumerator: Enumerator | None = None,
+        proposer: Proposer | list[Proposer] | None = None,
+        partitioner: Partitioner | None = None,
+        performance_model: PerfModel | None = None,
+        cost_model: str | os.PathLike[str] | CostModel = "auto",
+        table_stats: TableStats | None = None,
+        column_split: str = "auto",
+        pipeline: str | Pipeline = "sparse_dist",
+        search: SearchConfig | None = None,
+        seed: int = 0,
+        hardware: str | None = None,
+    ) -> None:
+        _reject(
+            plan_loader=plan_loader, proposer=proposer, partitioner=partitioner, performance_model=performance_model
+        )
+        if column_split not in COLUMN_SPLITS:
+            raise UnsupportedArgumentError(f"column_split must be one of {COLUMN_SPLITS}, got {column_split!r}")
+        if pipeline not in tuple(Pipeline):
+            names = ", ".join(repr(member.value) for member in Pipeline)
+            raise UnsupportedArgumentError(f"pipeline must be one of {names}, got {pipeline!r}")
+        if batch_size is not None and batch_size < 1:
+            raise UnsupportedArgumentError(f"batch_size must be at least 1 sample per rank, got {batch_size}")
+        if timeout_seconds is not None and timeout_seconds <= 0:
+            raise UnsupportedArgumentError(f"timeout_seconds must be positive, got {timeout_seconds}")
+        self._detected = DetectedMachine.detect(hardware=hardware) if topology is None else None
+        self._owns_enumerator = enumerator is None
+        super().__init__(
+            topology=self._detected.topology() if self._detected else topology,
+            batch_size=batch_size,
+            enumerator=enumerator,
+            storage_reservation=storage_reservation or compat.default_storage_reservation(),
+            stats=stats,
+            constraints=constraints,
+            debug=debug,
+            callbacks=callbacks,
+            timeout_seconds=timeout_seconds,
+        )
+        self._batch_size_given = batch_size is not None
+        self._cost_model = cost_model
+        self._table_stats = table_stats
+        self._column_split = column_split
+        self._pipeline = Pipeline(pipeline)
+        self._search = search or SearchConfig(seed=seed)
+        if timeout_seconds is not None:
+            self._search = dataclasses.replace(self._search, timeout_seconds=float(timeout_seconds))
+        self._hardware = hardware
+        self._said: set[str] = set()
+        self.report: PlanReport | None = None
+        # Read by TorchRec's own tools.
+        self._num_proposals = 0
+        self._num_plans = 0
+        self._best_plan: list[ShardingOption] | None = None
+
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]] | None = None,
+        pg: dist.ProcessGroup | None = None,
+    ) -> ShardingPlan:
+        """Plans on rank 0 and gives every rank the plan and the report, or raises on every rank.
+
+        Args:
+            module: the model.
+            sharders: TorchRec's sharders; None takes its default ones.
+            pg: process group; None takes the default group.
+
+        Raises:
+            PlannerError: rank 0 could not plan, for whatever reason.
+            RuntimeError: there is no process group.
+        """
+        if pg is None:
+            if not dist.is_initialized():
+                raise RuntimeError(
+                    "collective_plan needs a process group: call torch.distributed.init_process_group() first, "
+                    "or use plan() in a single process"
+                )
+            pg = dist.GroupMember.WORLD
+            assert pg is not None
+        self._agree_on_topology(pg)
+        outcome: list[Any] = [None]
+        failure: BaseException | None = None
+        if pg.rank() == 0:
+            try:
+                outcome[0] = (self.plan(module, sharders), self.report)
+            except BaseException as error:  # the other ranks wait: they must hear of anything that goes wrong
+                failure = error
+                outcome[0] = to_plain(error)
+        dist.broadcast_object_list(outcome, src=dist.get_global_rank(pg, 0), group=pg)
+        if failure is not None:
+            if not isinstance(failure, Exception):
+                raise failure
+            planner_error = as_planner_error(failure)
+            raise planner_error from (failure if planner_error is not failure else failure.__cause__)
+        if isinstance(outcome[0], dict):
+            raise from_plain(outcome[0])
+        plan, self.report = outcome[0]
+        return plan
+
+    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]] | None = None) -> ShardingPlan:
+        """Finds a plan on this rank alone.
+
+        Args:
+            module: the model.
+            sharders: TorchRec's sharders; None takes its default ones.
+
+        Raises:
+            PlannerError: the tables do not fit (INSUFFICIENT_STORAGE), or something asked for is not supported.
+            CostModelError: the cost model cannot be loaded.
+        """
+        begun = perf_counter()
+        self.report, self._best_plan = None, None
+        self._num_proposals = self._num_plans = 0
+        sharders = get_default_sharders() if sharders is None else sharders
+        topology = self._topology
+        tables = collect_tables(
+            module, sharders, self._constraints, topology.compute_device, self._batch_size, self._table_stats
+        )
+        if not tables:
+            return ShardingPlan({})
+        notes = self._preliminary_notes()
+        capacity = reserved_capacity(
+            self._storage_reservation, topology, self._batch_size, module, sharders, self._constraints
+        )
+        cluster = planning_cluster(topology, capacity, self._hardware_name(), self._pipeline)
+        cost_model = resolve_cost_model(self._cost_model, cluster.device, cluster.hardware)
+        maps = compat.sharder_maps(sharders)
+        storage = ShardStorage(tables, self._enumerator, maps, self._batch_size, cluster.device)
+        problem, result = self._find(tables, cluster, storage, cost_model, notes)
+        placement, cost = one_shard_per_rank(problem, result.placement), result.cost
+        if placement is not result.placement:
+            cost = PlanSimulator(problem, cost_model).cost(placement)
+
+        options = sharding_options(tables, placement, self._batch_size)
+        self._estimate(options, storage, maps)
+        for callback in self._callbacks:
+            options = callback(options)
+        if self._callbacks:
+            notes.append("Callbacks may have changed the plan; this report is of the plan before them.")
+        plan = to_sharding_plan(options, topology)
+        self._note_changed_numerics(tables, placement, notes)
+        self._num_proposals, self._num_plans = len(result.log), 1
+        self._best_plan = options
+        self.report = PlanReport(
+            tables=problem.tables,
+            cluster=cluster,
+            batch_size=self._batch_size,
+            placement=placement,
+            memory_bytes=_memory_bytes(problem, placement),
+            cost=cost,
+            cost_model={
+                "name": cost_model.name,
+                "provenance": cost_model.provenance,
+                "hardware": cost_model.hardware,
+            },
+            compute_kernel=FUSED,
+            plan_seconds=perf_counter() - begun,
+            search_log=result.log,
+            notes=tuple(notes),
+        )
+        self._log_stats(plan, options, sharders, perf_counter() - begun)
+        compat.validate_plan(plan, options, module, sharders, topology)
+        return plan
+
+    def _find(
+        self,
+        tables: tuple[ShardableTable, ...],
+        cluster: Cluster,
+        storage: ShardStorage,
+        cost_model: CostModel,
+        notes: list[str],
+    ) -> tuple[ShardingProblem, SearchResult]:
+        """Searches; with column_split="auto", narrower when nothing else fits."""
+        problem = self._problem(tables, cluster, storage, self._column_split)
+        try:
+            try:
+                return problem, find_placement(problem, cost_model, self._search)
+            except InfeasibleError:
+                narrower = self._problem(tables, cluster, storage, "any")
+                if self._column_split != "auto" or narrower.options == problem.options:
+                    raise
+                result = find_placement(narrower, cost_model, self._search)
+        except InfeasibleError as error:
+            raise insufficient_storage(error, cluster.world_size, self._batch_size) from error
+        self._warn(
+            notes,
+            "No plan fits in memory with the widths that column_split='auto' prefers, so columns were split narrower.",
+        )
+        return narrower, result
+
+    def _problem(
+        self, tables: tuple[ShardableTable, ...], cluster: Cluster, storage: ShardStorage, column_split: str
+    ) -> ShardingProblem:
+        return ShardingProblem(
+            tables=tuple(entry.table for entry in tables),
+            options=tuple(entry.options(column_split) for entry in tables),
+            cluster=cluster,
+            batch_size=self._batch_size,
+            memory=storage,
+        )
+
+    def _estimate(
+        self,
+        options: list[ShardingOption],
+        storage: ShardStorage,
+        maps: dict[str, Any],
+    ) -> None:
+        """Lets TorchRec estimate the chosen options, which its stats table shows."""
+        compat.populate_estimates(self._enumerator, options, maps)
+        for index, option in enumerate(options):
+            for shard in option.shards:
+                if shard.storage is not None:
+                    hbm, ddr = storage.overlooked_state(index, shard.size[1])
+                    shard.storage = compat.add_storage(shard.storage, hbm, ddr)
+
+    def _log_stats(
+        self,
+        plan: ShardingPlan,
+        options: list[ShardingOption],
+        sharders: list[ModuleSharder[nn.Module]],
+        seconds: float,
+    ) -> None:
+        for stats in self._stats:
+            compat.log_stats(
+                stats,
+                sharding_plan=plan,
+                topology=self._topology,
+                batch_size=self._batch_size,
+                storage_reservation=self._storage_reservation,
+                num_proposals=self._num_proposals,
+                num_plans=self._num_plans,
+                run_time=seconds,
+                best_plan=options,
+                constraints=self._constraints,
+                sharders=sharders,
+                enumerator=self._enumerator,
+                debug=self._debug,
+            )
+
+    def _preliminary_notes(self) -> list[str]:
+        """What is assumed before the search; warned of once per planner."""
+        notes: list[str] = []
+        if self._detected is not None:
+            notes.append(f"Topology detected: {self._detected}")
+            self._say(logging.INFO, notes[-1])
+        if not self._batch_size_given:
+            self._warn(
+                notes,
+                f"batch_size was not given: planning for TorchRec's default of {self._batch_size} samples per rank. "
+                "Costs depend on it: pass batch_size=.",
+            )
+        constraints = (self._constraints or {}).values()
+        if self._table_stats is None and all(list(given.pooling_factors) == [1.0] for given in constraints):
+            self._warn(
+                notes,
+                "Neither table_stats nor pooling factors in the constraints were given: planning as if every feature "
+                "had one id per sample. Measure them with TableStats.from_batches(batches, model) and pass "
+                "table_stats=.",
+            )
+        return notes
+
+    def _note_changed_numerics(
+        self, tables: tuple[ShardableTable, ...], placement: Placement, notes: list[str]
+    ) -> None:
+        split = sorted(
+            {
+                tables[shard.table].table.name
+                for shard in placement.shards
+                if shard.width < tables[shard.table].table.embedding_dim
+                and not tables[shard.table].optimizer.elementwise
+            }
+        )
+        if split:
+            shown = ", ".join(split[:5]) + (f" and {len(split) - 5} more" if len(split) > 5 else "")
+            message = (
+                f"Column splits change the numerics of {len(split)} table(s) with a row-wise optimizer ({shown}): each "
+                "shard keeps its own state per row, and optimizer checkpoints do not reshard. "
+                "column_split='never' avoids it."
+            )
+            notes.append(message)
+            self._say(logging.WARNING, message, key="numerics")
+
+    def _hardware_name(self) -> str | None:
+        return self._detected.hardware if self._detected else self._hardware
+
+    def _agree_on_topology(self, pg: dist.ProcessGroup) -> None:
+        """With a detected topology: plan for this group's ranks and the smallest memory among them."""
+        if self._detected is None:
+            return
+        mine = DetectedMachine.detect(pg.size(), self._hardware)
+        seen: list[Any] = [None] * pg.size()
+        dist.all_gather_object(seen, mine, group=pg)
+        agreed = mine.smallest(seen)
+        if agreed == self._detected:
+            return
+        self._detected = agreed
+        self._topology = agreed.topology()
+        if self._owns_enumerator:
+            self._enumerator = EmbeddingEnumerator(
+                topology=self._topology, batch_size=self._batch_size, constraints=self._constraints
+            )
+
+    def _warn(self, notes: list[str], message: str) -> None:
+        notes.append(message)
+        self._say(logging.WARNING, message)
+
+    def _say(self, level: int, message: str, key: str | None = None) -> None:
+        """Logs a message once per planner."""
+        if (key or message) not in self._said:
+            self._said.add(key or message)
+            logger.log(level, message)
+
+
+def _memory_bytes(problem: ShardingProblem, placement: Placement) -> NDArray[np.float64]:
+    """[ranks, 2] bytes of HBM and DDR that a placement's shards take."""
+    used = np.zeros((problem.cluster.world_size, 2))
+    for shard in placement.shards:
+        used[shard.rank] += problem.shard_memory(shard.table, shard.width)
+    return used
+
+
+def _reject(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise UnsupportedArgumentError(f"{name}= is not supported: {_REMEDIES[name]}.")

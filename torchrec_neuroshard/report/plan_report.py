@@ -1,0 +1,128 @@
+"""What a plan is expected to cost, and how it was found."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from torchrec_neuroshard.costs.simulator import PlanCost
+from torchrec_neuroshard.problem import Cluster, Placement, Table
+
+SCHEMA_VERSION = 1
+_GIB = 1024**3
+_TEXT_WIDTH = 110
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """Prediction and provenance of one plan.
+
+    Attributes:
+        tables: what was planned.
+        cluster: the ranks, with the memory left for shards.
+        batch_size: samples per rank.
+        placement: the plan.
+        memory_bytes: [ranks, 2] bytes of HBM and DDR that the shards of each rank take.
+        cost: predicted ms per rank and part, and per iteration.
+        cost_model: {"name", "provenance", "hardware"} of the cost model.
+        compute_kernel: kernel of every shard.
+        plan_seconds: wall time of planning.
+        search_log: one record per step of the search.
+        notes: what the user should know: assumptions made, defaults taken, warnings.
+    """
+
+    tables: tuple[Table, ...]
+    cluster: Cluster
+    batch_size: int
+    placement: Placement
+    memory_bytes: NDArray[np.float64]
+    cost: PlanCost
+    cost_model: dict[str, str]
+    compute_kernel: str
+    plan_seconds: float
+    search_log: tuple[dict[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def tables_json(self) -> dict[str, Any]:
+        """The plan itself: table -> sharding type, kernel and shards in column order."""
+        tables: dict[str, Any] = {
+            table.name: {"sharding_type": kind, "compute_kernel": self.compute_kernel, "shards": []}
+            for table, kind in zip(self.tables, self.placement.sharding_types)
+        }
+        for shard in sorted(self.placement.shards, key=lambda shard: (shard.table, shard.offset)):
+            table = self.tables[shard.table]
+            tables[table.name]["shards"].append(
+                {"rank": shard.rank, "offset": [0, shard.offset], "size": [table.num_embeddings, shard.width]}
+            )
+        return tables
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object with the fields that ``plan --json`` promises, and the search log and notes."""
+        cluster = self.cluster
+        return {
+            "schema": SCHEMA_VERSION,
+            "planner": "neuroshard",
+            "plan_seconds": round(self.plan_seconds, 4),
+            "world_size": cluster.world_size,
+            "local_world_size": cluster.local_world_size,
+            "device": cluster.device,
+            "hardware": cluster.hardware,
+            "batch_size_per_rank": self.batch_size,
+            "pipeline": self.cost.pipeline.value,
+            "cost_model": dict(self.cost_model),
+            "predicted_ms": {**self.cost.to_json(), "bottleneck_rank": self.cost.bottleneck_rank},
+            "memory_bytes_per_rank": [{"hbm": int(hbm), "ddr": int(ddr)} for hbm, ddr in self.memory_bytes],
+            "capacity_bytes_per_rank": [{"hbm": int(hbm), "ddr": int(ddr)} for hbm, ddr in cluster.capacity],
+            "tables": self.tables_json(),
+            "search_log": list(self.search_log),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        """A table for the terminal."""
+        cluster = self.cluster
+        grid = RichTable(
+            title=f"NeuroShard plan: {len(self.tables)} tables, {len(self.placement.shards)} shards, "
+            f"{cluster.world_size} ranks, {self.batch_size} samples per rank"
+        )
+        memory_name, memory_column = ("HBM", 0) if cluster.device == "cuda" else ("DDR", 1)
+        headings = ("rank", "shards", "forward", "backward", "fwd comms", "bwd comms", "input dist")
+        for heading in (*headings, f"{memory_name} GiB"):
+            grid.add_column(heading, justify="right")
+        shards = np.bincount([shard.rank for shard in self.placement.shards], minlength=cluster.world_size)
+        memory = self.memory_bytes[:, memory_column] / _GIB
+        capacity = cluster.capacity[:, memory_column] / _GIB
+        for rank in range(cluster.world_size):
+            parts = (
+                self.cost.forward_ms,
+                self.cost.backward_ms,
+                self.cost.forward_comms_ms,
+                self.cost.backward_comms_ms,
+                self.cost.input_dist_ms,
+            )
+            grid.add_row(
+                str(rank),
+                str(shards[rank]),
+                *(f"{part[rank]:.3f}" for part in parts),
+                f"{memory[rank]:.2f} of {capacity[rank]:.2f}",
+                style="bold" if rank == self.cost.bottleneck_rank else "",
+            )
+        console = Console(file=io.StringIO(), width=_TEXT_WIDTH, color_system=None)
+        console.print(grid)
+        console.print(
+            f"Predicted {self.cost.total_ms:.3f} ms per iteration (times in ms; pipeline {self.cost.pipeline.value}; "
+            f"slowest rank {self.cost.bottleneck_rank}) by {self.cost_model['provenance']} cost model "
+            f"{self.cost_model['name']}; planned in {self.plan_seconds:.2f} s.",
+            markup=False,
+        )
+        for note in self.notes:
+            console.print(f"- {note}", markup=False)
+        output = console.file
+        assert isinstance(output, io.StringIO)
+        return output.getvalue()
