@@ -9,6 +9,7 @@ Run it under torchrun, or let it start the ranks of this host itself:
 from __future__ import annotations
 
 import argparse
+import collections
 import os
 import sys
 import time
@@ -24,7 +25,7 @@ from tqdm import tqdm
 from torchrec_neuroshard.measure.collect import CollectionResult, describe
 from torchrec_neuroshard.measure.pool import sample_collective
 from torchrec_neuroshard.measure.specs import CollectiveSpec, spec_id
-from torchrec_neuroshard.measure.store import MeasurementStore, RecordError
+from torchrec_neuroshard.measure.store import MeasurementStore, RecordError, read_records
 from torchrec_neuroshard.measure.timing import RepetitionPolicy, Timing
 
 POLICY = RepetitionPolicy(warmup=2, minimum=5, maximum=20, seconds=0.25, relative_error=0.02)
@@ -179,6 +180,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(arguments)
     if "RANK" not in os.environ:
+        try:
+            if options.out.exists():
+                collections.deque(read_records(options.out), maxlen=0)
+        except RecordError as error:  # said here once, rather than by torchrun about a rank
+            print(error, file=sys.stderr)
+            return 2
         ranks = ["--standalone", "--nproc_per_node", str(options.world_size)]
         command = [sys.executable, "-m", "torch.distributed.run", *ranks, "-m", __spec__.name, *arguments]
         os.execv(sys.executable, command)  # replaces this process: signals and the exit code are torchrun's
