@@ -232,12 +232,20 @@ class ShardingProblem:
         return {key: index for index, key in enumerate(self.group_keys)}
 
     @cached_property
+    def _groups_of_tables(self) -> dict[tuple[int, str], int]:
+        return {
+            (table, kind): self._group_index[self._group_key(table, kind)]
+            for table in range(len(self.tables))
+            for kind in self._types(table)
+        }
+
+    @cached_property
     def _lookup_index(self) -> dict[tuple[str, str], int]:
         return {key: index for index, key in enumerate(self.lookup_keys)}
 
     def group_of(self, table: int, sharding_type: str) -> int:
         """Index into :attr:`group_keys` of the TBE that serves the table's shards."""
-        return self._group_index[self._group_key(table, sharding_type)]
+        return self._groups_of_tables[(table, sharding_type)]
 
     def lookup_of(self, table: int, sharding_type: str) -> int:
         """Index into :attr:`lookup_keys` of the lookup, and so the collectives, that serve the table."""

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from torchrec_neuroshard.costs.additive import GroupCosts
 from torchrec_neuroshard.costs.collective_model import CollectiveModel, CollectiveNet
 from torchrec_neuroshard.costs.collective_prior import CollectivePrior
 from torchrec_neuroshard.costs.features import FEATURE_SET, FEATURES, WORK_TERMS
-from torchrec_neuroshard.costs.additive import GroupCosts
 from torchrec_neuroshard.costs.group_model import GroupCostModel, GroupNet
 from torchrec_neuroshard.costs.hardware import HARDWARE
 from torchrec_neuroshard.costs.prior import GroupPrior
@@ -103,7 +103,8 @@ class CostModel:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes weights and card; each file is replaced in one step."""
         if not isinstance(self.groups, GroupCostModel):
-            raise CostModelError(f"{self.name}: only models of fused groups can be saved, not {type(self.groups).__name__}")
+            kind = type(self.groups).__name__
+            raise CostModelError(f"{self.name}: only neural models of fused groups can be saved, not {kind}")
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, torch.Tensor] = {}

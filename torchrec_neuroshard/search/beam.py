@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Callable
 
-import numpy as np
-
 from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.search.config import SearchConfig
 from torchrec_neuroshard.search.greedy import GreedyPlacement, place_candidates
@@ -32,6 +30,11 @@ class Scored:
     def total_ms(self) -> float:
         """Predicted time of an iteration; infinite where the placement does not fit."""
         return self.placement.total_ms
+
+    @property
+    def rating(self) -> tuple[float, float]:
+        """Sorts candidates: total first, then how much compute the ranks behind the slowest have."""
+        return float(f"{self.placement.total_ms:.6g}"), self.placement.spread_ms
 
 
 def beam_search(
@@ -67,9 +70,9 @@ def beam_search(
         if not proposals:
             break
         beam = _score(simulator, proposals, config)
-        best_before = kept[0].total_ms
-        kept = sorted([*kept, *beam], key=lambda s: s.total_ms)[: config.beam_width]  # stable: earlier wins ties
-        stale = 0 if kept[0].total_ms < best_before * (1 - 1e-6) else stale + 1
+        best_before = kept[0].rating
+        kept = sorted([*kept, *beam], key=lambda s: s.rating)[: config.beam_width]  # stable: earlier wins ties
+        stale = 0 if kept[0].rating < best_before else stale + 1
         on_level(level, kept[0])
     return kept
 
@@ -96,4 +99,4 @@ def propose(simulator: PlanSimulator, candidate: Scored, config: SearchConfig) -
 def _score(simulator: PlanSimulator, candidates: list[Splits], config: SearchConfig) -> list[Scored]:
     placed = place_candidates(simulator, candidates, config)
     scored = [Scored(splits, placement) for splits, placement in zip(candidates, placed)]
-    return sorted(scored, key=lambda s: (s.total_ms if np.isfinite(s.total_ms) else np.inf))
+    return sorted(scored, key=lambda s: s.rating)

@@ -21,8 +21,9 @@ class SearchConfig:
         grid: caps on the widest rank tried in each placement (the paper's M).
         grid_span: largest cap, as a multiple of the mean columns per rank.
         refine: improve the best placements by moves, swaps, splits and merges.
+        kick_budget: shards refined again after random kicks; a plan of n shards is kicked kick_budget / n times.
         timeout_seconds: stop improving after this long; a plan is returned all the same. None: no limit.
-        seed: kept for interface stability; the search draws no random numbers.
+        seed: seeds the kicks, the only random part.
     """
 
     beam_width: int = 3
@@ -32,6 +33,7 @@ class SearchConfig:
     grid: int = 11
     grid_span: float = 1.5
     refine: bool = True
+    kick_budget: int = 240
     timeout_seconds: float | None = None
     seed: int = 0
 

@@ -13,6 +13,7 @@ from torchrec_neuroshard.problem import Placement, ShardingProblem
 from torchrec_neuroshard.search.beam import Scored, beam_search
 from torchrec_neuroshard.search.config import SearchConfig, SearchResult
 from torchrec_neuroshard.search.feasibility import feasible_placement, placement_of
+from torchrec_neuroshard.search.kicks import kick_and_refine
 from torchrec_neuroshard.search.refine import refine
 from torchrec_neuroshard.search.splits import Splits, whole_tables
 
@@ -64,8 +65,10 @@ def find_placement(problem: ShardingProblem, model: CostModel, config: SearchCon
             note(f"refined {index}", candidate.total_ms, len(placement.shards))
     if config.refine and len(found) == 1:
         best = refine(simulator, best, out_of_time)
-        cost = simulator.cost(best)
-        note("refined feasible", cost.total_ms, len(best.shards))
+    kicks = config.kick_budget // len(best.shards) if config.refine else 0
+    best = kick_and_refine(simulator, best, kicks, config.seed, out_of_time)
+    cost = simulator.cost(best)
+    note("final", cost.total_ms, len(best.shards))
     return SearchResult(best, cost, elapsed(), tuple(log))
 
 

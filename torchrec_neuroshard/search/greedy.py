@@ -21,6 +21,7 @@ from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.search.config import SearchConfig
 from torchrec_neuroshard.search.splits import Splits, shards_of
 
+_SPREAD_NORM = 8
 _STATE_BYTES = 96 << 20  # candidates are placed in chunks whose group sums stay below this
 
 
@@ -30,10 +31,12 @@ class GreedyPlacement:
 
     Attributes:
         total_ms: predicted time of an iteration; infinite where no grid point fits in memory.
+        spread_ms: a high norm of the ranks' compute, which tells candidates with equal bottlenecks apart.
         ranks: [shards] in the order of :func:`~torchrec_neuroshard.search.splits.shards_of`.
     """
 
     total_ms: float
+    spread_ms: float
     ranks: NDArray[np.int64]
 
 
@@ -80,15 +83,54 @@ def _prepare(simulator: PlanSimulator, splits: Splits) -> _Candidate:
     return _Candidate(order, kinds[order], groups[order], lookups[order])
 
 
+class _Lineages:
+    """Partial placements that (candidate, grid point) pairs share.
+
+    Grid points of a candidate make the same choices until a cap binds, so pairs with equal choices so far
+    share one state, and a state is copied when its pairs part.
+    """
+
+    def __init__(self, simulator: PlanSimulator, candidates: int, grid: int) -> None:
+        problem, ranks = simulator.problem, simulator.problem.cluster.world_size
+        groups, lookups = len(problem.group_keys), len(problem.lookup_keys)
+        room = candidates * grid
+        self.of_pair = np.repeat(np.arange(candidates), grid)  # [pairs] state of each pair
+        self.count = candidates  # states in use; the arrays have room for one a pair
+        self.sums = np.zeros((room, ranks, groups, simulator.z.shape[1]))
+        self.group_ms = np.zeros((room, ranks, groups, 2))
+        self.load = np.zeros((room, ranks))  # compute so far, in ms
+        self.free = np.repeat(problem.cluster.capacity[None].astype(np.float64), room, axis=0)
+        self.columns = np.zeros((room, lookups, ranks))
+        self.ids = np.zeros((room, lookups, ranks))
+
+    def branch(self, pairs: NDArray[np.int64], ranks: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+        """Gives ``pairs`` that chose different ``ranks`` states of their own.
+
+        Returns:
+            States that receive a shard, the rank that each gives it to, and a pair that each serves.
+        """
+        world = self.free.shape[1]
+        keys, first, inverse = np.unique(
+            self.of_pair[pairs] * world + ranks, return_index=True, return_inverse=True
+        )
+        parents, chosen = keys // world, keys % world
+        again = np.concatenate([[False], parents[1:] == parents[:-1]])  # keys are sorted by parent
+        states = parents.copy()
+        fresh = self.count + np.arange(int(again.sum()))
+        states[again] = fresh
+        self.count += fresh.size
+        for array in (self.sums, self.group_ms, self.load, self.free, self.columns, self.ids):
+            array[fresh] = array[parents[again]]
+        self.of_pair[pairs] = states[inverse]
+        return states, chosen, pairs[first]
+
+
 def _place_chunk(
     simulator: PlanSimulator, candidates: list[_Candidate], config: SearchConfig
 ) -> list[GreedyPlacement]:
-    problem, cluster = simulator.problem, simulator.problem.cluster
-    caps, ranks = grid_caps(config), cluster.world_size
+    caps, ranks = grid_caps(config), simulator.problem.cluster.world_size
     count, grid = len(candidates), len(caps)
     longest = max(len(candidate.kinds) for candidate in candidates)
-    placing, point = np.arange(count), np.arange(grid)[None, :]
-
     kinds = np.zeros((count, longest), dtype=np.int64)
     groups, lookups, active = np.zeros_like(kinds), np.zeros_like(kinds), np.zeros((count, longest), dtype=bool)
     for index, candidate in enumerate(candidates):
@@ -96,56 +138,54 @@ def _place_chunk(
         kinds[index, :length], groups[index, :length] = candidate.kinds, candidate.groups
         lookups[index, :length], active[index, :length] = candidate.lookups, True
 
+    owner = np.repeat(np.arange(count), grid)  # [pairs] candidate of each pair
     width = np.where(active, simulator.columns[kinds], 0.0)
-    allowed = caps[None, :] * width.sum(axis=1, keepdims=True) / ranks  # [candidates, grid]
-    sums = np.zeros((count, grid, ranks, len(problem.group_keys), simulator.z.shape[1]))
-    group_ms = np.zeros((count, grid, ranks, len(problem.group_keys), 2))
-    load = np.zeros((count, grid, ranks))
-    free = np.broadcast_to(cluster.capacity, (count, grid, ranks, 2)).copy()
-    columns = np.zeros((count, grid, len(problem.lookup_keys), ranks))
-    ids = np.zeros_like(columns)
-    chosen = np.full((count, grid, longest), -1, dtype=np.int64)
-    possible = np.ones((count, grid), dtype=bool)
+    allowed = np.tile(caps, count) * width.sum(axis=1)[owner] / ranks  # [pairs]
+    states = _Lineages(simulator, count, grid)
+    chosen = np.full((count * grid, longest), -1, dtype=np.int64)
+    possible = np.ones(count * grid, dtype=bool)
 
     for step in range(longest):
-        kind, group, lookup, live = kinds[:, step], groups[:, step], lookups[:, step], active[:, step]
-        fits = (free >= simulator.memory[kind][:, None, None, :]).all(axis=-1)
-        within = columns.sum(axis=2) + width[:, step, None, None] <= allowed[:, :, None] + 1e-9
+        pairs = np.flatnonzero(possible & active[owner, step])
+        kind, state = kinds[owner[pairs], step], states.of_pair[pairs]
+        fits = (states.free[state] >= simulator.memory[kind][:, None, :]).all(axis=-1)
+        used = states.columns.sum(axis=1)[state]
         # A table wider than the cap may still start an empty rank.
-        within |= columns.sum(axis=2) == 0
+        within = (used + width[owner[pairs], step, None] <= allowed[pairs, None] + 1e-9) | (used == 0)
         usable = fits & within
-        possible &= usable.any(axis=-1) | ~live[:, None]
-        rank = np.where(usable, load, np.inf).argmin(axis=-1)  # [candidates, grid]
-        update = possible & live[:, None]
-        chosen[:, :, step] = np.where(update, rank, -1)
-        row, cell = np.nonzero(update)
-        if not row.size:
+        alive = usable.any(axis=1)
+        possible[pairs[~alive]] = False
+        pairs = pairs[alive]
+        if not pairs.size:
             continue
-        r, q = rank[row, cell], group[row]
-        sums[row, cell, r, q] += simulator.z[kind[row]]
-        fresh = simulator.group_ms(sums[row, cell, r, q])
-        load[row, cell, r] += fresh.sum(axis=-1) - group_ms[row, cell, r, q].sum(axis=-1)
-        group_ms[row, cell, r, q] = fresh
-        free[row, cell, r] -= simulator.memory[kind[row]]
-        columns[row, cell, lookup[row], r] += simulator.columns[kind[row]]
-        ids[row, cell, lookup[row], r] += simulator.ids[kind[row]]
+        rank = np.where(usable[alive], states.load[state[alive]], np.inf).argmin(axis=1)
+        chosen[pairs, step] = rank
+        target, target_rank, pair = states.branch(pairs, rank)
+        kind, group, lookup = kinds[owner[pair], step], groups[owner[pair], step], lookups[owner[pair], step]
+        states.sums[target, target_rank, group] += simulator.z[kind]
+        states.group_ms[target, target_rank, group] = simulator.group_ms(states.sums[target, target_rank, group])
+        states.load[target, target_rank] = states.group_ms[target, target_rank].sum(axis=(1, 2))
+        states.free[target, target_rank] -= simulator.memory[kind]
+        states.columns[target, lookup, target_rank] += simulator.columns[kind]
+        states.ids[target, lookup, target_rank] += simulator.ids[kind]
 
-    flat = (count * grid, len(problem.lookup_keys), ranks)
+    used_states = states.count
     total = simulator.total_ms(
-        group_ms.sum(axis=3).reshape(count * grid, ranks, 2),
-        simulator.comms_ms(columns.reshape(flat)),
-        simulator.input_dist_ms(ids.reshape(flat)),
-    ).reshape(count, grid)
-    total = np.where(possible, total, np.inf)
-    best = total.argmin(axis=1)
-    assert point.shape == (1, grid)
-    return [
-        GreedyPlacement(
-            float(total[index, best[index]]),
-            _unsort(candidates[index].order, chosen[index, best[index], : len(candidates[index].kinds)]),
+        states.group_ms[:used_states].sum(axis=2),
+        simulator.comms_ms(states.columns[:used_states]),
+        simulator.input_dist_ms(states.ids[:used_states]),
+    )
+    spread = np.linalg.norm(states.load[:used_states], ord=_SPREAD_NORM, axis=1)
+    by_pair = np.where(possible, total[states.of_pair], np.inf).reshape(count, grid)
+    best = by_pair.argmin(axis=1)
+    results = []
+    for index, candidate in enumerate(candidates):
+        winner = index * grid + int(best[index])
+        ranks_of = _unsort(candidate.order, chosen[winner, : len(candidate.kinds)])
+        results.append(
+            GreedyPlacement(float(by_pair[index, best[index]]), float(spread[states.of_pair[winner]]), ranks_of)
         )
-        for index in placing
-    ]
+    return results
 
 
 def _unsort(order: NDArray[np.int64], values: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,0 +1,211 @@
+"""Cost models: set properties, files, and the shipped model against its own held-out records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.problems import random_problem, shard, untrained_model
+from torchrec_neuroshard.access import AccessDistribution
+from torchrec_neuroshard.costs.additive import AdditiveGroupModel
+from torchrec_neuroshard.costs.collective_model import CollectiveModel, CollectiveNet
+from torchrec_neuroshard.costs.collective_prior import AllToAllTraffic, CollectivePrior
+from torchrec_neuroshard.costs.features import FEATURES, WORK_TERMS, ShardWork, shard_features
+from torchrec_neuroshard.costs.hardware import HARDWARE
+from torchrec_neuroshard.costs.model import CARD_FILE, WEIGHTS_FILE, CostModel, CostModelError
+from torchrec_neuroshard.costs.prior import GroupPrior
+from torchrec_neuroshard.costs.registry import resolve_cost_model
+from torchrec_neuroshard.costs.simulator import PlanSimulator
+from torchrec_neuroshard.problem import COLUMN_WISE, Pipeline, Placement
+
+
+def work(rows: int = 10_000, dim: int = 64, pooling: float = 10.0, **changes: object) -> ShardWork:
+    fields: dict[str, object] = {
+        "rows": rows,
+        "dim": dim,
+        "pooling_factor": pooling,
+        "num_features": 1,
+        "batch_size": 1024,
+        "element_bytes": 4,
+        "weighted": False,
+        "optimizer": "sgd",
+        "access": AccessDistribution.zipf(rows, 0.8),
+    }
+    return ShardWork(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    rows=st.integers(1, 10**9),
+    dim=st.integers(1, 256).map(lambda n: 4 * n),
+    pooling=st.floats(0.0, 500.0),
+    batch=st.integers(1, 1 << 20),
+    zipf=st.floats(0.0, 2.0),
+)
+def test_features_are_finite_everywhere(rows: int, dim: int, pooling: float, batch: int, zipf: float) -> None:
+    access = AccessDistribution.zipf(rows, zipf)
+    features = shard_features([work(rows, dim, pooling, batch_size=batch, access=access)])
+    assert features.features.shape == (1, len(FEATURES)) and features.work.shape == (1, len(WORK_TERMS))
+    assert np.isfinite(features.features).all() and np.isfinite(features.work).all()
+    assert (features.work >= -1e-6).all()
+
+
+def test_byte_levels_add_up_to_the_bytes_looked_up() -> None:
+    features = shard_features([work()])
+    levels = features.work[0, WORK_TERMS.index("bytes_level_0") : WORK_TERMS.index("bytes_memory") + 1]
+    assert levels.sum() == pytest.approx(1024 * 10.0 * 64 * 4)
+
+
+def test_group_cost_depends_on_the_set_alone() -> None:
+    model = untrained_model().groups
+    shards = shard_features([work(1000 * (i + 1), 16 * (i + 1)) for i in range(5)])
+    z = model.contributions(shards)
+    forward = model.predict(z.sum(axis=0, keepdims=True))
+    backward = model.predict(z[::-1].sum(axis=0, keepdims=True))
+    np.testing.assert_allclose(forward, backward, rtol=1e-9)
+    assert not np.allclose(forward, AdditiveGroupModel(model).contributions(shards).sum(axis=0))
+
+
+def test_empty_group_is_free_and_a_group_without_ids_is_not() -> None:
+    model = untrained_model().groups
+    assert model.predict(np.zeros((1, model.z_dim))).tolist() == [[0.0, 0.0]]
+    idle = model.predict(model.contributions(shard_features([work(pooling=0.0)])))
+    assert (idle > 0).all()
+
+
+def test_prior_fit_recovers_coefficients() -> None:
+    rng = np.random.default_rng(0)
+    truth = GroupPrior.from_terms((0.2, 0.1), {"lookups": (1e-5, 3e-5), "output_bytes": (1e-7, 2e-7)})
+    total = rng.uniform(0, 1e6, (500, len(WORK_TERMS)))
+    fitted = GroupPrior.fit(total, truth.predict(total))
+    np.testing.assert_allclose(fitted.predict(total), truth.predict(total), rtol=1e-4)
+
+
+@given(st.permutations(range(5)), st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_permuting_ranks_permutes_collective_predictions(order: list[int], backward: bool) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    net = CollectiveNet()
+    torch.nn.init.normal_(net.head[-1].weight, std=0.1)  # type: ignore[arg-type]
+    model = CollectiveModel(CollectivePrior(0.1, 0.05, 1e-6, 1e-6, 1e-7), net)
+    dims = np.asarray([[8.0, 64.0, 0.0, 128.0, 16.0]])
+    delays = np.asarray([[0.0, 1.0, 2.0, 0.5, 0.0]])
+    direction, batch = np.asarray([backward]), np.asarray([128.0])
+    base = model.per_rank(batch, dims, direction, 5, delays)
+    permuted = model.per_rank(batch, dims[:, order], direction, 5, delays[:, order])
+    np.testing.assert_allclose(permuted, base[:, order], rtol=1e-5)
+
+
+def test_traffic_is_conserved_and_split_by_host() -> None:
+    traffic = AllToAllTraffic.pooled(np.asarray([32.0]), np.asarray([[4.0, 8.0, 12.0, 16.0]]), 2)
+    assert traffic.sent_local.sum() == traffic.received_local.sum()
+    assert traffic.sent_remote.sum() == traffic.received_remote.sum()
+    assert traffic.sent_local[0].tolist() == [32 * d * 4 for d in (4, 8, 12, 16)]
+    assert traffic.received_local[0].tolist() == [32 * d * 4 for d in (8, 4, 16, 12)]
+    assert traffic.sent_remote[0].tolist() == [2 * 32 * d * 4 for d in (4, 8, 12, 16)]
+    assert traffic.reversed().sent_remote.tolist() == traffic.received_remote.tolist()
+
+
+def test_one_rank_has_no_collectives() -> None:
+    model = CostModel.analytic("h100_sxm").collectives
+    assert model.all_to_all(512, np.asarray([[256.0]]), False, 1).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("hardware", sorted(HARDWARE))
+def test_presets_price_more_work_higher(hardware: str) -> None:
+    model = CostModel.analytic(hardware)
+    small, large = (model.groups.contributions(shard_features([work(10**6, 128, p)])) for p in (5.0, 50.0))
+    assert (model.groups.predict(large) > model.groups.predict(small)).all()
+    assert model.provenance == "analytic"
+
+
+def test_pipelines_combine_passes_as_the_training_loop_waits() -> None:
+    plain = random_problem(0, tables=2, ranks=2, pipeline=Pipeline.NONE)
+    overlapped = random_problem(0, tables=2, ranks=2, pipeline=Pipeline.SPARSE_DIST)
+    dims = [t.embedding_dim for t in plain.tables]
+    placement = Placement((shard(0, 0, dims[0], 0), shard(1, 0, dims[1], 1)), ("table_wise", "table_wise"))
+    a = PlanSimulator(plain, untrained_model()).cost(placement)
+    b = PlanSimulator(overlapped, untrained_model()).cost(placement)
+    comms = a.forward_comms_ms[0] + a.backward_comms_ms[0]
+    assert a.total_ms == pytest.approx(a.forward_ms.max() + a.backward_ms.max() + comms + a.input_dist_ms[0])
+    exposed = max(0.0, b.input_dist_ms[0] - b.compute_ms.max())
+    assert b.total_ms == pytest.approx(b.compute_ms.max() + comms + exposed)
+
+
+def test_mixed_sharding_types_pay_for_two_tbes_and_twice_the_collectives() -> None:
+    problem = random_problem(0, tables=2, ranks=2)
+    dims = [t.embedding_dim for t in problem.tables]
+    shards = (shard(0, 0, dims[0], 0), shard(1, 0, dims[1], 0))
+    simulator = PlanSimulator(problem, CostModel.analytic("generic_cpu"))
+    merged = simulator.cost(Placement(shards, (COLUMN_WISE, COLUMN_WISE)))
+    mixed = simulator.cost(Placement(shards, ("table_wise", COLUMN_WISE)))
+    launch = simulator.model.groups.prior.launch_ms  # type: ignore[attr-defined]
+    assert mixed.forward_ms[0] == pytest.approx(merged.forward_ms[0] + launch[0])
+    assert mixed.forward_comms_ms[0] > merged.forward_comms_ms[0] + 0.9 * 0.2
+
+
+def test_save_and_load_round_trip(tmp_path: Path) -> None:
+    model = untrained_model()
+    model.card = {"hardware": {"name": "here"}}
+    model.save(tmp_path / "m")
+    loaded = CostModel.load(tmp_path / "m")
+    z = model.groups.contributions(shard_features([work()]))
+    np.testing.assert_allclose(loaded.groups.predict(z), model.groups.predict(z), rtol=1e-6)
+    assert loaded.hardware == "here" and loaded.provenance == "measured"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / WEIGHTS_FILE).write_bytes((f / WEIGHTS_FILE).read_bytes()[:500]), "weights.safetensors: corrupt"),
+        (lambda f: (f / WEIGHTS_FILE).unlink(), "cannot be read"),
+        (lambda f: (f / CARD_FILE).write_text("{"), "card.json: corrupt"),
+        (lambda f: edit_card(f, schema=99), "schema 99"),
+        (lambda f: edit_card(f, feature_set="other"), "feature set 'other'"),
+        (lambda f: edit_card(f, group_nets=7), "do not fit each other"),
+    ],
+)
+def test_damaged_models_are_refused_by_name(tmp_path: Path, damage: object, message: str) -> None:
+    model = untrained_model()
+    model.card = {"hardware": {"name": "here"}}
+    folder = tmp_path / "m"
+    model.save(folder)
+    damage(folder)  # type: ignore[operator]
+    with pytest.raises(CostModelError, match=message) as caught:
+        CostModel.load(folder)
+    assert str(folder) in str(caught.value)
+
+
+def edit_card(folder: Path, **changes: object) -> None:
+    card = json.loads((folder / CARD_FILE).read_text())
+    (folder / CARD_FILE).write_text(json.dumps({**card, **changes}))
+
+
+def test_unknown_models_list_the_known_ones() -> None:
+    with pytest.raises(CostModelError, match="neither a folder nor one of the shipped models"):
+        CostModel.load("no_such_model")
+    with pytest.raises(CostModelError, match="h100_sxm"):
+        CostModel.analytic("abacus")
+
+
+def test_auto_falls_back_to_the_prior_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        model = resolve_cost_model("auto", "cuda", "v100")
+    assert model.provenance == "analytic"
+    assert sum("No measured cost model for v100" in message for message in caplog.messages) == 1
+
+
+def test_shipped_cpu_model_holds_what_its_card_says() -> None:
+    model = CostModel.load("cpu")
+    accuracy = model.card["accuracy"]["groups_held_out_tables"]
+    assert accuracy["total"]["median_ape"] <= 0.12
+    assert accuracy["kendall_tau"] >= 0.9
+    assert model.card["records"]["groups"] >= 4000
+    assert sum(model.card["records"]["collectives"].values()) >= 1000

@@ -1,0 +1,52 @@
+"""Iterated local search: random kicks out of a local optimum, each refined again [Lourenco2003iterated].
+
+References:
+    [Lourenco2003iterated] H. R. Lourenco, O. C. Martin, T. Stuetzle. Iterated local search. Handbook of
+        Metaheuristics, 2003.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Callable
+
+import numpy as np
+
+from torchrec_neuroshard.costs.simulator import PlanSimulator
+from torchrec_neuroshard.problem import Placement
+from torchrec_neuroshard.search.refine import refine
+
+_SHARDS_MOVED = 3
+
+
+def kick_and_refine(
+    simulator: PlanSimulator, placement: Placement, kicks: int, seed: int, out_of_time: Callable[[], bool]
+) -> Placement:
+    """Kicks the best placement so far ``kicks`` times; returns the best found, never worse than given."""
+    rng = np.random.default_rng(seed)
+    best, best_ms = placement, simulator.cost(placement).total_ms
+    for _ in range(kicks):
+        if out_of_time():
+            break
+        kicked = _kick(simulator, best, rng)
+        if kicked is None:
+            continue
+        candidate = refine(simulator, kicked, out_of_time)
+        candidate_ms = simulator.cost(candidate).total_ms
+        if candidate_ms < best_ms:
+            best, best_ms = candidate, candidate_ms
+    return best
+
+
+def _kick(simulator: PlanSimulator, placement: Placement, rng: np.random.Generator) -> Placement | None:
+    """Moves a few random shards to random ranks; None where memory does not allow it."""
+    cluster = simulator.problem.cluster
+    shards = list(placement.shards)
+    if cluster.world_size < 2 or not shards:
+        return None
+    for index in rng.choice(len(shards), size=min(_SHARDS_MOVED, len(shards)), replace=False):
+        shards[index] = replace(shards[index], rank=int(rng.integers(cluster.world_size)))
+    used = np.zeros_like(cluster.capacity)
+    kinds = simulator.kinds((shard.table, shard.width) for shard in shards)
+    np.add.at(used, [shard.rank for shard in shards], simulator.memory[kinds])
+    return Placement(tuple(shards), placement.sharding_types) if (used <= cluster.capacity).all() else None
