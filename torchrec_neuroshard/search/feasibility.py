@@ -58,11 +58,15 @@ def first_fit_decreasing(problem: ShardingProblem, splits: Splits) -> NDArray[np
     free = problem.cluster.capacity.astype(np.float64).copy()
     size = _relative_size(problem, memory)
     ranks = np.full(len(shards), -1, dtype=np.int64)
+    holders: dict[int, list[int]] = {}  # no rank holds two shards of a table
     for index in sorted(range(len(shards)), key=lambda i: (-size[i], i)):
-        fits = np.flatnonzero((free >= memory[index]).all(axis=1))
+        usable = (free >= memory[index]).all(axis=1)
+        usable[holders.setdefault(shards[index][0], [])] = False
+        fits = np.flatnonzero(usable)
         if not fits.size:
             return None
         ranks[index] = fits[0]
+        holders[shards[index][0]].append(int(fits[0]))
         free[fits[0]] -= memory[index]
     return ranks
 
@@ -77,7 +81,7 @@ def _halve_largest(problem: ShardingProblem, splits: Splits) -> Splits | None:
     """Halves the shard that takes the most memory among those that can be halved."""
     best: tuple[float, int, int] | None = None
     for table, widths in enumerate(splits):
-        if not problem.splittable(table):
+        if not problem.splittable(table) or len(widths) >= problem.cluster.world_size:
             continue
         for position, width in enumerate(widths):
             if divide(width, problem.options[table].min_width) is None:
@@ -107,7 +111,7 @@ def _fill(problem: ShardingProblem) -> Placement | None:
         left = problem.tables[table].embedding_dim
         pieces[table] = []
         while left:
-            width, rank = _widest_piece(problem, table, left, free)
+            width, rank = _widest_piece(problem, table, left, free, {rank for _, rank in pieces[table]})
             if width == 0:
                 return None
             free[rank] -= problem.shard_memory(table, width)
@@ -119,10 +123,14 @@ def _fill(problem: ShardingProblem) -> Placement | None:
 
 
 def _widest_piece(
-    problem: ShardingProblem, table: int, left: int, free: NDArray[np.float64]
+    problem: ShardingProblem, table: int, left: int, free: NDArray[np.float64], taken: set[int]
 ) -> tuple[int, int]:
-    """The whole rest on the tightest rank that holds it, else the widest piece that any rank holds."""
+    """The whole rest on the tightest rank that holds it, else the widest piece that any rank holds.
+
+    Ranks in ``taken`` hold a piece of the table already.
+    """
     whole = np.flatnonzero((free >= problem.shard_memory(table, left)).all(axis=1))
+    whole = whole[~np.isin(whole, sorted(taken))]
     if whole.size:
         slack = (free[whole] - problem.shard_memory(table, left)).sum(axis=1)
         return left, int(whole[np.argmin(slack)])
@@ -131,7 +139,7 @@ def _widest_piece(
     floor = -(-problem.options[table].min_width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     width = left - floor
     best = (0, -1)
-    for rank in range(len(free)):
+    for rank in sorted(set(range(len(free))) - taken):
         low, high = 0, max(width, 0) // WIDTH_MULTIPLE
         while low < high:  # bytes grow with the width
             middle = (low + high + 1) // 2

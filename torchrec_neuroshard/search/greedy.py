@@ -48,6 +48,7 @@ class _Candidate:
     kinds: NDArray[np.int64]
     groups: NDArray[np.int64]
     lookups: NDArray[np.int64]
+    siblings: NDArray[np.int64]  # number of the split table that a shard belongs to; -1 for unsplit tables
 
 
 def grid_caps(config: SearchConfig) -> NDArray[np.float64]:
@@ -80,7 +81,9 @@ def _prepare(simulator: PlanSimulator, splits: Splits) -> _Candidate:
     order = np.asarray(sorted(range(len(shards)), key=lambda i: (-alone[i], i)), dtype=np.int64)
     groups = np.asarray([problem.group_of(table, types[table]) for table, _, _ in shards], dtype=np.int64)
     lookups = np.asarray([problem.lookup_of(table, types[table]) for table, _, _ in shards], dtype=np.int64)
-    return _Candidate(order, kinds[order], groups[order], lookups[order])
+    numbers = {t: number for number, t in enumerate(t for t, widths in enumerate(splits) if len(widths) > 1)}
+    siblings = np.asarray([numbers.get(table, -1) for table, _, _ in shards], dtype=np.int64)
+    return _Candidate(order, kinds[order], groups[order], lookups[order], siblings[order])
 
 
 class _Lineages:
@@ -90,7 +93,7 @@ class _Lineages:
     share one state, and a state is copied when its pairs part.
     """
 
-    def __init__(self, simulator: PlanSimulator, candidates: int, grid: int) -> None:
+    def __init__(self, simulator: PlanSimulator, candidates: int, grid: int, split_tables: int) -> None:
         problem, ranks = simulator.problem, simulator.problem.cluster.world_size
         groups, lookups = len(problem.group_keys), len(problem.lookup_keys)
         room = candidates * grid
@@ -102,6 +105,7 @@ class _Lineages:
         self.free = np.repeat(problem.cluster.capacity[None].astype(np.float64), room, axis=0)
         self.columns = np.zeros((room, lookups, ranks))
         self.ids = np.zeros((room, lookups, ranks))
+        self.held = np.zeros((room, split_tables, ranks), dtype=bool)  # ranks that hold a shard of a split table
 
     def branch(self, pairs: NDArray[np.int64], ranks: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
         """Gives ``pairs`` that chose different ``ranks`` states of their own.
@@ -119,7 +123,7 @@ class _Lineages:
         fresh = self.count + np.arange(int(again.sum()))
         states[again] = fresh
         self.count += fresh.size
-        for array in (self.sums, self.group_ms, self.load, self.free, self.columns, self.ids):
+        for array in (self.sums, self.group_ms, self.load, self.free, self.columns, self.ids, self.held):
             array[fresh] = array[parents[again]]
         self.of_pair[pairs] = states[inverse]
         return states, chosen, pairs[first]
@@ -132,16 +136,18 @@ def _place_chunk(
     count, grid = len(candidates), len(caps)
     longest = max(len(candidate.kinds) for candidate in candidates)
     kinds = np.zeros((count, longest), dtype=np.int64)
-    groups, lookups, active = np.zeros_like(kinds), np.zeros_like(kinds), np.zeros((count, longest), dtype=bool)
+    groups, lookups, siblings = np.zeros_like(kinds), np.zeros_like(kinds), np.full_like(kinds, -1)
+    active = np.zeros((count, longest), dtype=bool)
     for index, candidate in enumerate(candidates):
         length = len(candidate.kinds)
         kinds[index, :length], groups[index, :length] = candidate.kinds, candidate.groups
-        lookups[index, :length], active[index, :length] = candidate.lookups, True
+        lookups[index, :length], siblings[index, :length] = candidate.lookups, candidate.siblings
+        active[index, :length] = True
 
     owner = np.repeat(np.arange(count), grid)  # [pairs] candidate of each pair
     width = np.where(active, simulator.columns[kinds], 0.0)
     allowed = np.tile(caps, count) * width.sum(axis=1)[owner] / ranks  # [pairs]
-    states = _Lineages(simulator, count, grid)
+    states = _Lineages(simulator, count, grid, int(siblings.max()) + 1)
     chosen = np.full((count * grid, longest), -1, dtype=np.int64)
     possible = np.ones(count * grid, dtype=bool)
 
@@ -152,7 +158,10 @@ def _place_chunk(
         used = states.columns.sum(axis=1)[state]
         # A table wider than the cap may still start an empty rank.
         within = (used + width[owner[pairs], step, None] <= allowed[pairs, None] + 1e-9) | (used == 0)
+        sibling = siblings[owner[pairs], step]
         usable = fits & within
+        related = np.flatnonzero(sibling >= 0)
+        usable[related] &= ~states.held[state[related], sibling[related]]
         alive = usable.any(axis=1)
         possible[pairs[~alive]] = False
         pairs = pairs[alive]
@@ -168,6 +177,9 @@ def _place_chunk(
         states.free[target, target_rank] -= simulator.memory[kind]
         states.columns[target, lookup, target_rank] += simulator.columns[kind]
         states.ids[target, lookup, target_rank] += simulator.ids[kind]
+        sibling = siblings[owner[pair], step]
+        related = np.flatnonzero(sibling >= 0)
+        states.held[target[related], sibling[related], target_rank[related]] = True
 
     used_states = states.count
     total = simulator.total_ms(

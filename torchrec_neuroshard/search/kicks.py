@@ -39,13 +39,15 @@ def kick_and_refine(
 
 
 def _kick(simulator: PlanSimulator, placement: Placement, rng: np.random.Generator) -> Placement | None:
-    """Moves a few random shards to random ranks; None where memory does not allow it."""
+    """Moves a few random shards to random ranks; None where memory, or a sibling there, does not allow it."""
     cluster = simulator.problem.cluster
     shards = list(placement.shards)
     if cluster.world_size < 2 or not shards:
         return None
     for index in rng.choice(len(shards), size=min(_SHARDS_MOVED, len(shards)), replace=False):
         shards[index] = replace(shards[index], rank=int(rng.integers(cluster.world_size)))
+    if len({(shard.table, shard.rank) for shard in shards}) < len(shards):
+        return None
     used = np.zeros_like(cluster.capacity)
     kinds = simulator.kinds((shard.table, shard.width) for shard in shards)
     np.add.at(used, [shard.rank for shard in shards], simulator.memory[kinds])

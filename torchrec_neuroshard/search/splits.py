@@ -29,8 +29,11 @@ def divide(width: int, min_width: int, share: float = 0.5) -> tuple[int, int] | 
 
 
 def split_table(problem: ShardingProblem, splits: Splits, table: int, share: float = 0.5) -> Splits | None:
-    """Cuts the widest shard of a table in two; None where the table may not be split further."""
-    if not problem.splittable(table):
+    """Cuts the widest shard of a table in two; None where the table may not be split further.
+
+    No rank holds two shards of a table, so there are never more shards than ranks.
+    """
+    if not problem.splittable(table) or len(splits[table]) >= problem.cluster.world_size:
         return None
     widths = list(splits[table])
     position = widths.index(max(widths))

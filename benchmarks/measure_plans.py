@@ -1,0 +1,283 @@
+"""Measures plans with FBGEMM's TBE, one rank's fused groups after another on one core.
+
+A *round* is one fresh process that measures all plans of a workload, so that what differs from process to process
+(memory placement above all) is the same for the planners compared; round k starts with the k-th planner. The first
+round of a plan times every rank, later ones only the ranks within 10 % of its slowest, which alone can be the
+bottleneck. Fused groups that two plans share are timed once per round.
+
+The bottleneck is the slowest rank: the medians of forward plus backward of its groups, plus what data_parallel
+tables cost every rank. Nothing else may run on the machine's core meanwhile:
+
+    taskset -c 1 python -m benchmarks.measure_plans --workload skewed:0 --world-size 4 8 --planners torchrec neuroshard
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from benchmarks.dense_tables import measure_replicated
+from benchmarks.plan_cache import DEFAULT_FOLDER, PlanRequest, read_plan
+from benchmarks.plan_records import PlannedResult
+from benchmarks.planners import PLANNERS
+from benchmarks.rank_costs import BANDWIDTH_GB_PER_S, rank_work
+from benchmarks.sources import load_source, samples_per_rank, workload_id
+from torchrec_neuroshard.measure.hardware import hardware_fingerprint, software_versions
+from torchrec_neuroshard.measure.specs import GroupSpec, spec_id
+from torchrec_neuroshard.measure.store import MeasurementStore, read_records
+from torchrec_neuroshard.measure.tbe import measure_group
+from torchrec_neuroshard.measure.timing import RepetitionPolicy
+
+DEFAULT_STORE = Path("out/plan_rounds.jsonl")
+POLICY = RepetitionPolicy(warmup=2, minimum=7, maximum=25, seconds=0.8, relative_error=0.01)
+NEAR_BOTTLENECK = 0.9  # share of the slowest rank's time from which a rank is timed again
+
+
+@dataclass(frozen=True)
+class MadePlan:
+    """A plan to measure. Its file is named outright, so that code edited during a long run changes nothing.
+
+    Attributes:
+        source: ``skewed:SEED`` or a workload file.
+        world_size: ranks.
+        planner: who made it.
+        file: where it is kept.
+    """
+
+    source: str
+    world_size: int
+    planner: str
+    file: str
+
+
+@dataclass(frozen=True)
+class PlanMeasurement:
+    """One plan in one round.
+
+    Attributes:
+        rank_ms: rank -> forward plus backward of its fused groups, for the ranks that were timed.
+        replicated_ms: what data_parallel tables cost each rank: lookup, dense gradient, optimizer.
+        collectives_ms: priced at :data:`benchmarks.rank_costs.BANDWIDTH_GB_PER_S`, not measured.
+    """
+
+    rank_ms: dict[int, float]
+    replicated_ms: float
+    collectives_ms: float
+
+    @property
+    def bottleneck_ms(self) -> float:
+        """Compute of the slowest rank."""
+        return max(self.rank_ms.values()) + self.replicated_ms
+
+
+class RoundTimer:
+    """Times groups, each distinct one once."""
+
+    def __init__(self, policy: RepetitionPolicy = POLICY) -> None:
+        self._policy = policy
+        self._fused: dict[str, float] = {}
+        self._replicated: dict[str, float] = {}
+
+    def fused_ms(self, group: GroupSpec) -> float:
+        """Median forward plus median backward of a fused group."""
+        key = spec_id(group)
+        if key not in self._fused:
+            timing = measure_group(group, torch.device("cpu"), self._policy)
+            self._fused[key] = timing.forward.median + timing.backward.median
+        return self._fused[key]
+
+    def replicated_ms(self, group: GroupSpec) -> float:
+        """Median of lookup, dense gradient and optimizer step of data_parallel tables."""
+        key = spec_id(group)
+        if key not in self._replicated:
+            self._replicated[key] = measure_replicated(group, self._policy).total.median
+        return self._replicated[key]
+
+
+def measure_plan(
+    source: str, world_size: int, planned: PlannedResult, timer: RoundTimer, seed: int, ranks: Iterable[int] | None
+) -> PlanMeasurement:
+    """Measures one plan.
+
+    Args:
+        source: workload of the plan.
+        world_size: ranks.
+        planned: the plan.
+        timer: of the round.
+        seed: of the synthetic batches.
+        ranks: the ranks to time; None for all.
+    """
+    workload = load_source(source)
+    batch_size = samples_per_rank(workload, world_size)
+    work = rank_work(workload, planned.placement, world_size, batch_size, seed)
+    timed = range(world_size) if ranks is None else sorted(ranks)
+    return PlanMeasurement(
+        rank_ms={rank: sum(timer.fused_ms(group) for group in work.groups[rank]) for rank in timed},
+        replicated_ms=sum(timer.replicated_ms(group) for group in work.replicated),
+        collectives_ms=work.collectives_ms,
+    )
+
+
+def near_bottleneck(rank_ms: dict[int, float]) -> list[int]:
+    """Ranks that may be the slowest in another round."""
+    slowest = max(rank_ms.values())
+    return sorted(rank for rank, milliseconds in rank_ms.items() if milliseconds >= NEAR_BOTTLENECK * slowest)
+
+
+def complete_rounds(records: Iterable[dict[str, Any]], wanted: dict[str, str]) -> int:
+    """Counts the rounds that measured each wanted planner's plan, given as planner -> plan id."""
+    rounds: dict[str, set[tuple[str, str]]] = {}
+    for record in records:
+        rounds.setdefault(record["process"], set()).add((record["planner"], record["plan_id"]))
+    return sum(set(wanted.items()) <= measured for measured in rounds.values())
+
+
+def measure_rounds(
+    sources: Sequence[str], world_sizes: Sequence[int], files: Mapping[PlanRequest, Path], rounds: int, store: Path
+) -> None:
+    """Measures until each workload and world size has that many complete rounds; what is done is not done again.
+
+    Args:
+        sources: workloads.
+        world_sizes: ranks.
+        files: the plans to measure.
+        rounds: complete rounds wanted.
+        store: where records are kept.
+
+    Raises:
+        RuntimeError: a round's process failed; its message went to standard error.
+    """
+    made = [MadePlan(r.source, r.world_size, r.planner, str(file)) for r, file in files.items()]
+    plan_ids = {plan: read_plan(Path(plan.file)).plan_id for plan in made}
+    for number in range(rounds):
+        for source in sources:
+            missing = []
+            for world_size in world_sizes:
+                chosen = [plan for plan in made if (plan.source, plan.world_size) == (source, world_size)]
+                wanted = {plan.planner: plan_ids[plan] for plan in chosen}
+                if complete_rounds(matching_records(store, source, world_size), wanted) <= number:
+                    missing += chosen
+            if missing:
+                arguments = [json.dumps([p.source, p.world_size, p.planner, p.file]) for p in missing]
+                command = [sys.executable, "-m", "benchmarks.measure_plans", "--store", str(store)]
+                command += ["--round", str(number), "--plans", *arguments]
+                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+                if subprocess.run(command, env=environment).returncode:
+                    raise RuntimeError("measuring failed; the message is above")
+
+
+def run_round(plans: Sequence[MadePlan], number: int, store: Path) -> None:
+    """Measures plans in this process and appends one record for each."""
+    torch.set_num_threads(1)
+    process = f"{os.getpid()}-{int(time.time())}"
+    with MeasurementStore(store) as records:
+        for source, world_size in dict.fromkeys((plan.source, plan.world_size) for plan in plans):
+            chosen = [plan for plan in plans if (plan.source, plan.world_size) == (source, world_size)]
+            start = number % len(chosen)
+            timer = RoundTimer()
+            for position, plan in enumerate(chosen[start:] + chosen[:start]):
+                begun = time.perf_counter()
+                record = _measure_made(plan, number, timer, store)
+                records.append({**record, "round": number, "order": position, "process": process})
+                print(
+                    f"{time.strftime('%H:%M:%S')} round {number}, {source} on {world_size} ranks, {plan.planner}: "
+                    f"{record['bottleneck_ms']:.2f} ms (took {time.perf_counter() - begun:.0f} s)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+def _measure_made(plan: MadePlan, number: int, timer: RoundTimer, store: Path) -> dict[str, Any]:
+    planned = read_plan(Path(plan.file))
+    workload = load_source(plan.source)
+    earlier = [
+        record
+        for record in matching_records(store, plan.source, plan.world_size)
+        if record["plan_id"] == planned.plan_id and len(record["rank_ms"]) == plan.world_size
+    ]
+    ranks = near_bottleneck({int(k): v for k, v in earlier[0]["rank_ms"].items()}) if earlier else None
+    result = measure_plan(plan.source, plan.world_size, planned, timer, number, ranks)
+    return {
+        "kind": "plan_round",
+        "workload": workload.name,
+        "workload_id": workload_id(workload),
+        "world_size": plan.world_size,
+        "batch_size_per_rank": samples_per_rank(workload, plan.world_size),
+        "planner": plan.planner,
+        "plan_id": planned.plan_id,
+        "plan_seconds": planned.plan_seconds,
+        "plan_cpu_seconds": planned.plan_cpu_seconds,
+        "predicted_ms": planned.predicted_ms,
+        "rank_ms": {str(rank): round(ms, 4) for rank, ms in result.rank_ms.items()},
+        "replicated_ms": round(result.replicated_ms, 4),
+        "bottleneck_ms": round(result.bottleneck_ms, 4),
+        "imbalance": _imbalance(result) if ranks is None else None,
+        "collectives_ms": round(result.collectives_ms, 4),
+        "bandwidth_gb_per_s": BANDWIDTH_GB_PER_S,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "hardware": hardware_fingerprint("cpu")["name"],
+        "versions": software_versions(),
+    }
+
+
+def _imbalance(result: PlanMeasurement) -> float:
+    """Slowest rank over the mean rank."""
+    totals = np.asarray(list(result.rank_ms.values())) + result.replicated_ms
+    return round(float(totals.max() / totals.mean()), 4)
+
+
+def matching_records(store: Path, source: str, world_size: int) -> list[dict[str, Any]]:
+    """All stored records of a workload on so many ranks, oldest first."""
+    if not store.exists():
+        return []
+    workload = load_source(source)
+    wanted = (workload_id(workload), world_size, samples_per_rank(workload, world_size))
+    return [
+        record
+        for record in read_records(store)
+        if (record["workload_id"], record["world_size"], record["batch_size_per_rank"]) == wanted
+    ]
+
+
+def main() -> None:
+    """Measures plans that are in the plan folder already."""
+    parser = argparse.ArgumentParser(description="Measure plans that benchmarks.plan_cache made.")
+    parser.add_argument("--workload", nargs="*", default=[], metavar="FILE|skewed:SEED")
+    parser.add_argument("--world-size", nargs="*", type=int, default=[])
+    parser.add_argument("--planners", nargs="*", choices=PLANNERS, default=[])
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--timeout", type=int, help="the limit with which TorchRec's plans were made")
+    parser.add_argument("--cost-model", default="auto", help="the cost model with which our plans were made")
+    parser.add_argument("--store", type=Path, default=DEFAULT_STORE)
+    parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER)
+    parser.add_argument("--round", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--plans", nargs="*", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.plans:
+        run_round([MadePlan(*json.loads(text)) for text in args.plans], args.round, args.store)
+        return
+    requests = [
+        PlanRequest(source, world_size, planner, args.timeout, args.cost_model)
+        for source in args.workload
+        for world_size in args.world_size
+        for planner in args.planners
+    ]
+    files = {request: request.path(args.folder) for request in requests}
+    absent = [str(file) for file in files.values() if not file.exists()]
+    if absent:
+        parser.error(f"not planned yet, run benchmarks.plan_cache first: {', '.join(absent)}")
+    measure_rounds(args.workload, args.world_size, files, args.rounds, args.store)
+
+
+if __name__ == "__main__":
+    main()
