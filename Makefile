@@ -10,7 +10,7 @@ setup:
 	@python3 scripts/setup_venv.py $(if $(PYTHON),--python "$(PYTHON)")
 
 demo: setup
-	@$(VENV_PYTHON) examples/demo.py
+	@$(VENV_PYTHON) -m examples.demo
 
 test: setup
 	@$(VENV_PYTHON) -m pytest -m "not slow"

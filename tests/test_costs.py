@@ -82,8 +82,9 @@ def test_prior_fit_recovers_coefficients() -> None:
     rng = np.random.default_rng(0)
     truth = GroupPrior.from_terms((0.2, 0.1), {"lookups": (1e-5, 3e-5), "output_bytes": (1e-7, 2e-7)})
     total = rng.uniform(0, 1e6, (500, len(WORK_TERMS)))
+    total[0] = 0.0  # a group that costs its launch alone
     fitted = GroupPrior.fit(total, truth.predict(total))
-    np.testing.assert_allclose(fitted.predict(total), truth.predict(total), rtol=1e-4)
+    np.testing.assert_allclose(fitted.predict(total), truth.predict(total), rtol=1e-3)
 
 
 @given(st.permutations(range(5)), st.booleans())
@@ -111,6 +112,15 @@ def test_traffic_is_conserved_and_split_by_host() -> None:
     assert traffic.received_local[0].tolist() == [32 * d * 4 for d in (8, 4, 16, 12)]
     assert traffic.sent_remote[0].tolist() == [2 * 32 * d * 4 for d in (4, 8, 12, 16)]
     assert traffic.reversed().sent_remote.tolist() == traffic.received_remote.tolist()
+
+
+def test_slow_links_between_hosts_are_priced() -> None:
+    dims = np.asarray([[64.0, 64.0, 64.0, 64.0]])
+    model = CostModel.analytic("h100_sxm").collectives
+    fast, slow = (model.on_links(300.0, gbps).all_to_all(4096, dims, False, 2) for gbps in (50.0, 1.0))
+    assert slow[0] > 10 * fast[0]
+    one_host = [model.on_links(300.0, gbps).all_to_all(4096, dims, False, 4) for gbps in (50.0, 1.0)]
+    assert one_host[0] == one_host[1]
 
 
 def test_one_rank_has_no_collectives() -> None:
@@ -164,7 +174,7 @@ def test_save_and_load_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: (f / WEIGHTS_FILE).write_bytes((f / WEIGHTS_FILE).read_bytes()[:500]), "weights.safetensors: corrupt"),
+        (lambda f: cut_in_half(f / WEIGHTS_FILE), "weights.safetensors: corrupt"),
         (lambda f: (f / WEIGHTS_FILE).unlink(), "cannot be read"),
         (lambda f: (f / CARD_FILE).write_text("{"), "card.json: corrupt"),
         (lambda f: edit_card(f, schema=99), "schema 99"),
@@ -181,6 +191,11 @@ def test_damaged_models_are_refused_by_name(tmp_path: Path, damage: object, mess
     with pytest.raises(CostModelError, match=message) as caught:
         CostModel.load(folder)
     assert str(folder) in str(caught.value)
+
+
+def cut_in_half(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
 
 
 def edit_card(folder: Path, **changes: object) -> None:

@@ -225,7 +225,8 @@ class ShardingProblem:
     @cached_property
     def lookup_keys(self) -> tuple[tuple[str, str], ...]:
         """Distinct (module, sharding type), in a fixed order: each has its own collectives."""
-        return tuple(sorted({(self.tables[t].module, kind) for t in range(len(self.tables)) for kind in self._types(t)}))
+        pairs = zip(self.tables, self.options)
+        return tuple(sorted({(table.module, kind) for table, option in pairs for kind in option.sharding_types}))
 
     @cached_property
     def _group_index(self) -> dict[tuple[str, ...], int]:

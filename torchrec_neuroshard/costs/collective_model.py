@@ -9,6 +9,8 @@ References:
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -89,6 +91,18 @@ class CollectiveModel:
     def __init__(self, prior: CollectivePrior, net: CollectiveNet | None = None) -> None:
         self.prior = prior
         self.net = net.eval() if net is not None else None
+
+    def on_links(self, intra_host_gbps: float, inter_host_gbps: float) -> CollectiveModel:
+        """The model for a cluster's links.
+
+        An analytic model takes the given bandwidths. A measured one saw a single host: it keeps what it saw
+        there, and between hosts is no faster than the link.
+        """
+        intra, inter = 1e3 / (intra_host_gbps * 1e9), 1e3 / (inter_host_gbps * 1e9)
+        if self.net is not None:
+            intra, inter = self.prior.intra_host_ms_per_byte, max(self.prior.inter_host_ms_per_byte, inter)
+        links = replace(self.prior, intra_host_ms_per_byte=intra, inter_host_ms_per_byte=inter)
+        return CollectiveModel(links, self.net)
 
     def per_rank(
         self,

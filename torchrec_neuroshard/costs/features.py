@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Iterable, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from torchrec_neuroshard.access import AccessDistribution
@@ -124,7 +125,8 @@ def shard_features(shards: Iterable[ShardWork]) -> ShardFeatures:
 
     row_bytes = dim * element_bytes
     looked_up = lookups * row_bytes
-    levels = np.diff(np.concatenate([np.zeros((len(hits), 1)), hits, np.ones((len(hits), 1))], axis=1), axis=1)
+    bounds = np.concatenate([np.zeros((len(hits), 1)), np.minimum(hits, 1.0), np.ones((len(hits), 1))], axis=1)
+    levels = np.maximum(np.diff(bounds, axis=1), 0.0)
     stateful = (optimizer > 0).astype(np.float64)
     work = np.column_stack(
         [
@@ -184,3 +186,13 @@ def _scalars(shard: ShardWork) -> tuple[tuple[float, ...], list[float]]:
         float(shard.num_features),
     )
     return scalars, hits
+
+
+def segment_sums(values: NDArray[np.float64], segment: NDArray[np.int64], segments: int) -> NDArray[np.float64]:
+    """Sums rows of ``values`` ([n, columns]) by segment ([n], in [0, segments)), in the order of the rows.
+
+    An order of magnitude faster than ``np.add.at`` for wide rows, and as deterministic on CPU.
+    """
+    result = torch.zeros(segments, values.shape[1], dtype=torch.float64)
+    result.index_add_(0, torch.as_tensor(segment), torch.as_tensor(values))
+    return result.numpy()

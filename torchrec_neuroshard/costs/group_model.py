@@ -20,8 +20,9 @@ PLAIN_DIM = 16  # embedding averaged with equal weights
 _WORK = len(WORK_TERMS)
 _HEAD_INPUT = 3 + 2 * _WORK + _WORK + WEIGHTED_DIM + PLAIN_DIM
 
-# Layout of z: total work | shards | sum of weights | weighted embedding | plain embedding
-Z_DIM = _WORK + 2 + WEIGHTED_DIM + PLAIN_DIM
+# Layout of z: total work | shards | sum of weights | for each net: weighted embedding | plain embedding
+COMMON_DIM = _WORK + 2
+EMBEDDING_DIM = WEIGHTED_DIM + PLAIN_DIM
 
 
 def zero_linear(inputs: int, outputs: int) -> nn.Linear:
@@ -79,28 +80,38 @@ class GroupNet(nn.Module):
         return ratio
 
 
-def head_input(z: torch.Tensor, launch_ms: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
-    """Averages, shares and magnitudes of group sums ``z`` ([groups, Z_DIM]), as the head takes them."""
-    work, count, weight = z[:, :_WORK], z[:, _WORK : _WORK + 1], z[:, _WORK + 1 : _WORK + 2]
-    weighted = z[:, _WORK + 2 : _WORK + 2 + WEIGHTED_DIM]
-    plain = z[:, _WORK + 2 + WEIGHTED_DIM :]
+def common_input(common: torch.Tensor, launch_ms: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+    """The head inputs that need no embedding: magnitudes, and the share of each work term in the prior.
+
+    Args:
+        common: [groups, COMMON_DIM] total work, number of shards, sum of weights.
+        launch_ms: [2] the prior's launch cost.
+        coefficients: [work terms, 2] the prior's coefficients.
+    """
+    work, count = common[:, :_WORK], common[:, _WORK : _WORK + 1]
     shares = work[:, :, None] * coefficients  # [groups, work terms, 2]
     prior = launch_ms + shares.sum(dim=1)
     return torch.cat(
-        [
-            prior.log(),
-            count.clamp_min(1.0).log(),
-            (shares / prior[:, None, :]).flatten(1),
-            (work + 1.0).log(),
-            weighted / weight.clamp_min(1e-12),
-            plain / count.clamp_min(1.0),
-        ],
+        [prior.log(), count.clamp_min(1.0).log(), (shares / prior[:, None, :]).flatten(1), (work + 1.0).log()], dim=1
+    )
+
+
+def embedding_input(common: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+    """The head inputs from one net's embedding sums, as averages over the group's shards.
+
+    Args:
+        common: [groups, COMMON_DIM] as in :func:`common_input`.
+        embedding: [groups, EMBEDDING_DIM] weighted and plain sums.
+    """
+    count, weight = common[:, _WORK : _WORK + 1], common[:, _WORK + 1 : _WORK + 2]
+    return torch.cat(
+        [embedding[:, :WEIGHTED_DIM] / weight.clamp_min(1e-12), embedding[:, WEIGHTED_DIM:] / count.clamp_min(1.0)],
         dim=1,
     )
 
 
 class GroupCostModel:
-    """Inference: shard contributions once, then one head evaluation per group.
+    """Inference: shard contributions once, then one head evaluation per group and net.
 
     Args:
         prior: the analytic part.
@@ -118,32 +129,17 @@ class GroupCostModel:
     @property
     def z_dim(self) -> int:
         """Length of a shard's contribution."""
-        return Z_DIM * max(1, len(self.nets))
+        return COMMON_DIM + EMBEDDING_DIM * len(self.nets)
 
     def contributions(self, shards: ShardFeatures) -> NDArray[np.float64]:
         """What each shard adds to its group's sum, [shards, z_dim]."""
         weight = shards.work @ self.prior.coefficients.sum(axis=1, keepdims=True)
-        blocks = []
+        blocks = [shards.work, np.ones_like(weight), weight]
         features = torch.as_tensor(shards.features, dtype=torch.float32)
-        for net in self.nets or (None,):
-            with torch.inference_mode():
-                embedded = (
-                    np.zeros((len(weight), WEIGHTED_DIM + PLAIN_DIM))
-                    if net is None
-                    else net.embed_shards(features).double().numpy()
-                )
-            blocks.append(
-                np.concatenate(
-                    [
-                        shards.work,
-                        np.ones_like(weight),
-                        weight,
-                        weight * embedded[:, :WEIGHTED_DIM],
-                        embedded[:, WEIGHTED_DIM:],
-                    ],
-                    axis=1,
-                )
-            )
+        with torch.inference_mode():
+            for net in self.nets:
+                embedded = net.embed_shards(features).double().numpy()
+                blocks += [weight * embedded[:, :WEIGHTED_DIM], embedded[:, WEIGHTED_DIM:]]
         return np.concatenate(blocks, axis=1)
 
     def predict(self, z: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -151,15 +147,19 @@ class GroupCostModel:
 
         A group without shards costs nothing.
         """
-        prior = self.prior.predict(z[:, :_WORK])
+        cost = self.prior.predict(z[:, :_WORK])
         if self.nets:
-            residuals = []
-            with torch.inference_mode():
-                for index, net in enumerate(self.nets):
-                    block = torch.as_tensor(z[:, index * Z_DIM : (index + 1) * Z_DIM])
-                    inputs = head_input(block, self._launch, self._coefficients).float()
-                    ratio = net.residual(inputs)
-                    residuals.append(torch.maximum(torch.minimum(ratio, net.residual_high), net.residual_low))
-                mean = torch.stack(residuals).mean(dim=0).double().numpy()
-            prior = prior * np.exp(mean)
-        return np.where(z[:, _WORK : _WORK + 1] > 0.5, prior, 0.0)
+            cost = cost * np.exp(self._residual(torch.as_tensor(z)))
+        return np.where(z[:, _WORK : _WORK + 1] > 0.5, cost, 0.0)
+
+    @torch.inference_mode()
+    def _residual(self, z: torch.Tensor) -> NDArray[np.float64]:
+        common = z[:, :COMMON_DIM]
+        shared = common_input(common, self._launch, self._coefficients).float()
+        total = torch.zeros(len(z), 2)
+        for index, net in enumerate(self.nets):
+            first = COMMON_DIM + index * EMBEDDING_DIM
+            own = embedding_input(common, z[:, first : first + EMBEDDING_DIM]).float()
+            ratio = net.residual(torch.cat([shared, own], dim=1))
+            total += torch.maximum(torch.minimum(ratio, net.residual_high), net.residual_low)
+        return (total / len(self.nets)).double().numpy()

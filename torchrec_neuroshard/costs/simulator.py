@@ -99,6 +99,8 @@ class PlanSimulator:
     def __init__(self, problem: ShardingProblem, model: CostModel) -> None:
         self.problem = problem
         self.model = model
+        cluster = problem.cluster
+        self._collectives = model.collectives.on_links(cluster.intra_host_gbps, cluster.inter_host_gbps)
         self._kinds: dict[tuple[int, int], int] = {}
         self.z = np.zeros((0, model.groups.z_dim))  # [kinds, z_dim]
         self.memory = np.zeros((0, 2))  # [kinds, 2] bytes of HBM and DDR
@@ -163,7 +165,7 @@ class PlanSimulator:
         result = np.zeros((len(columns), 2))
         for lookup in range(columns.shape[1]):
             for direction in (0, 1):
-                result[:, direction] += self.model.collectives.all_to_all(
+                result[:, direction] += self._collectives.all_to_all(
                     batch, columns[:, lookup], bool(direction), local
                 )
         return result
@@ -180,7 +182,7 @@ class PlanSimulator:
             traffic = AllToAllTraffic.pooled(
                 batch, ids[:, lookup] * _FLOATS_PER_ID, self.problem.cluster.local_world_size
             ).reversed()
-            total += np.where(ids[:, lookup].sum(axis=1) > 0, self.model.collectives.prior.predict(traffic), 0.0)
+            total += np.where(ids[:, lookup].sum(axis=1) > 0, self._collectives.prior.predict(traffic), 0.0)
         return total
 
     def total_ms(

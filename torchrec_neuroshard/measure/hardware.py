@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from functools import lru_cache
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import psutil
 import torch
 
 
-@lru_cache(maxsize=None)
+@cache
 def hardware_fingerprint(device_type: str) -> dict[str, Any]:
     """Describes the device under measurement; ``name`` tells kinds of machine apart.
 
@@ -42,7 +42,7 @@ def hardware_fingerprint(device_type: str) -> dict[str, Any]:
     return {"name": _slug(host["cpu"]), "device": "cpu", **host}
 
 
-@lru_cache(maxsize=None)
+@cache
 def software_versions() -> dict[str, str]:
     """Versions of Python, torch, FBGEMM and TorchRec, where installed."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}

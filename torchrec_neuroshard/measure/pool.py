@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +56,7 @@ WORK_CAPS: tuple[tuple[float, WorkCap], ...] = (
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def base_tables() -> tuple[BaseTable, ...]:
     """Public tables, and synthetic ones that fill the gaps between them (log-uniform rows and pooling)."""
     public = json.loads((Path(__file__).parent / "base_tables.json").read_text())["tables"]
@@ -135,7 +135,7 @@ def estimated_iteration_ms(spec: GroupSpec) -> float:
     return nanoseconds / 1e6
 
 
-@lru_cache(maxsize=None)
+@cache
 def _held_out_ids() -> frozenset[str]:
     return frozenset(base.id for base in base_tables() if base.held_out)
 

@@ -8,6 +8,7 @@ from typing import Any, Callable, Protocol, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Timing:
     samples: tuple[float, ...]
 
     @classmethod
-    def of(cls, samples_ms: Sequence[float]) -> Timing:
+    def of(cls, samples_ms: Sequence[float] | NDArray[np.float64]) -> Timing:
         """Summarises [repetitions] timings."""
         p10, median, p90 = np.percentile(np.asarray(samples_ms), [10, 50, 90])
         return cls(float(median), float(p10), float(p90), tuple(round(float(x), 4) for x in samples_ms))

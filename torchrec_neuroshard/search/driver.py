@@ -45,7 +45,7 @@ def find_placement(problem: ShardingProblem, model: CostModel, config: SearchCon
     best = feasible_placement(problem)
     cost = simulator.cost(best)
     note("feasible", cost.total_ms, len(best.shards))
-    if not problem.tables:
+    if not best.shards:
         return SearchResult(best, cost, elapsed(), tuple(log))
 
     def on_level(level: int, scored: Scored) -> None:

@@ -27,6 +27,8 @@ def feasible_placement(problem: ShardingProblem) -> Placement:
     Raises:
         InfeasibleError: none was found; carries the table or the totals, with bytes needed and available.
     """
+    if not problem.tables:
+        return Placement((), ())
     _check_bounds(problem)
     splits = whole_tables(problem)
     for _ in range(_MAX_HALVINGS_PER_TABLE * len(problem.tables) + 1):
@@ -177,7 +179,7 @@ def _check_bounds(problem: ShardingProblem) -> None:
     # Whole tables need the least in total: each further shard repeats the input buffers.
     needed = np.sum([problem.shard_memory(t, table.embedding_dim) for t, table in enumerate(problem.tables)], axis=0)
     available = np.maximum(capacity, 0.0).sum(axis=0)
-    if problem.tables and (needed > available).any():
+    if (needed > available).any():
         raise InfeasibleError(
             f"the tables need {_gib(needed)} in all, the {len(capacity)} ranks have {_gib(available)}",
             (float(needed[0]), float(needed[1])),

@@ -13,6 +13,7 @@ from typing import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrec_neuroshard.costs.features import segment_sums
 from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.problem import Pipeline, Placement, Shard
 from torchrec_neuroshard.search.changes import Changes, ShardArrays, merges, moves, splits, swaps
@@ -166,16 +167,15 @@ def _effects(state: _State, members: _Members, changes: int) -> _Effects:
     keys, row = np.unique(members.change * ranks + members.rank, return_inverse=True)
     owner, rank = keys // ranks, keys % ranks
 
-    free = state.free[rank].copy()
-    np.add.at(free, row, -members.sign[:, None] * simulator.memory[members.kind])
+    free = state.free[rank] - segment_sums(members.sign[:, None] * simulator.memory[members.kind], row, len(keys))
     fits = np.ones(changes, dtype=bool)
     np.logical_and.at(fits, owner, (free >= 0).all(axis=1))
 
     group = state.arrays.group_of_table[members.table]
     cells, cell = np.unique(row * groups + group, return_inverse=True)
     cell_row, cell_group = cells // groups, cells % groups
-    sums = state.sums[rank[cell_row], cell_group].copy()
-    np.add.at(sums, cell, members.sign[:, None] * simulator.z[members.kind])
+    delta = segment_sums(members.sign[:, None] * simulator.z[members.kind], cell, len(cells))
+    sums = state.sums[rank[cell_row], cell_group] + delta
     group_ms = state.group_ms[rank].copy()  # [rows, groups, 2]
     group_ms[cell_row, cell_group] = simulator.group_ms(sums)
     return _Effects(owner, rank, group_ms.sum(axis=1), fits)

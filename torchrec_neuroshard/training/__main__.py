@@ -13,7 +13,7 @@ from torchrec_neuroshard.costs.group_model import GroupCostModel
 from torchrec_neuroshard.costs.hardware import HARDWARE
 from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.measure.store import RecordError
-from torchrec_neuroshard.training.dataset import load_groups, split_groups
+from torchrec_neuroshard.training.dataset import load_groups, split_groups, undisturbed
 from torchrec_neuroshard.training.evaluate import collective_accuracy, group_accuracy
 from torchrec_neuroshard.training.train_collectives import (
     collective_data,
@@ -49,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     if len(hardware) != 1:
         print(f"error: records must come from one kind of machine, found {dict(hardware)}", file=sys.stderr)
         return 2
-    split = split_groups(groups)
+    kept = undisturbed(groups)
+    split = split_groups(kept)
     config = TrainingConfig(nets=options.nets, epochs=options.epochs, seed=options.seed)
     group_model = train_group_model(split, config)
     accuracy: dict[str, Any] = {
@@ -70,7 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
         "hardware": groups[0]["hardware"],
         "versions": groups[0]["versions"],
         "records": {
-            "groups": len(groups),
+            "groups": len(kept),
+            "groups_dropped_as_disturbed": len(groups) - len(kept),
             "groups_train": len(split.train),
             "groups_validation": len(split.validation),
             "groups_held_out_tables": len(split.test),

@@ -10,8 +10,9 @@ from typing import Any, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrec_neuroshard.costs.features import ShardFeatures, ShardWork, shard_features
+from torchrec_neuroshard.costs.features import ShardFeatures, ShardWork, segment_sums, shard_features
 from torchrec_neuroshard.measure.pool import is_held_out
+from torchrec_neuroshard.measure.probe import DISTURBED
 from torchrec_neuroshard.measure.specs import DATA_TYPES, GroupSpec
 from torchrec_neuroshard.measure.store import read_records
 
@@ -48,9 +49,7 @@ class GroupData:
     @property
     def work(self) -> NDArray[np.float64]:
         """[groups, work terms] total work of each group."""
-        total = np.zeros((len(self), self.shards.work.shape[1]))
-        np.add.at(total, self.group, self.shards.work)
-        return total
+        return segment_sums(self.shards.work, self.group, len(self))
 
     def select(self, groups: NDArray[np.bool_]) -> GroupData:
         """The groups where ``groups`` ([groups] mask) is true."""
@@ -121,6 +120,11 @@ def group_data(records: Iterable[dict[str, Any]]) -> GroupData:
 def load_groups(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
     """All group records of some measurement files."""
     return [record for path in paths for record in read_records(path) if record["kind"] == "group"]
+
+
+def undisturbed(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records taken while the machine was not disturbed (records without a probe pass)."""
+    return [record for record in records if record.get("disturbance", 1.0) <= DISTURBED]
 
 
 def split_groups(records: Iterable[dict[str, Any]]) -> GroupSplit:

@@ -10,6 +10,7 @@ from scipy.stats import kendalltau
 
 from torchrec_neuroshard.costs.additive import GroupCosts
 from torchrec_neuroshard.costs.collective_model import CollectiveModel
+from torchrec_neuroshard.costs.features import segment_sums
 from torchrec_neuroshard.training.dataset import GroupData
 from torchrec_neuroshard.training.train_collectives import CollectiveData
 
@@ -18,9 +19,7 @@ _STRATUM_LOOKUPS = 1.25  # groups of one stratum have equal batches and lookups 
 
 def predict_groups(model: GroupCosts, data: GroupData) -> NDArray[np.float64]:
     """[groups, 2] predicted forward and backward ms."""
-    sums = np.zeros((len(data), model.z_dim))
-    np.add.at(sums, data.group, model.contributions(data.shards))
-    return model.predict(sums)
+    return model.predict(segment_sums(model.contributions(data.shards), data.group, len(data)))
 
 
 def group_accuracy(model: GroupCosts, data: GroupData) -> dict[str, Any]:

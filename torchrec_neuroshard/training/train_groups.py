@@ -11,11 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from torchrec_neuroshard.costs.group_model import (
+    COMMON_DIM,
+    EMBEDDING_DIM,
     WEIGHTED_DIM,
-    Z_DIM,
     GroupCostModel,
     GroupNet,
-    head_input,
+    common_input,
+    embedding_input,
 )
 from torchrec_neuroshard.costs.prior import GroupPrior
 from torchrec_neuroshard.training.dataset import GroupData, GroupSplit
@@ -77,8 +79,14 @@ class _Tensors:
         )
 
 
-def group_sums(net: GroupNet, tensors: _Tensors, groups: NDArray[np.int64]) -> torch.Tensor:
-    """``z`` of some groups, [groups, Z_DIM], differentiable in the network's weights."""
+def head_inputs(
+    net: GroupNet,
+    tensors: _Tensors,
+    groups: NDArray[np.int64],
+    launch_ms: torch.Tensor,
+    coefficients: torch.Tensor,
+) -> torch.Tensor:
+    """[groups, inputs] of the head, differentiable in the network's weights."""
     rows = np.concatenate([np.arange(tensors.first[g], tensors.first[g + 1]) for g in groups])
     owner = torch.as_tensor(np.repeat(np.arange(len(groups)), np.diff(tensors.first)[groups]))
     shard = torch.as_tensor(rows)
@@ -94,7 +102,10 @@ def group_sums(net: GroupNet, tensors: _Tensors, groups: NDArray[np.int64]) -> t
         ],
         dim=1,
     )
-    return torch.zeros(len(groups), Z_DIM, dtype=torch.float64).index_add(0, owner, terms)
+    z = torch.zeros(len(groups), COMMON_DIM + EMBEDDING_DIM, dtype=torch.float64).index_add(0, owner, terms)
+    common = z[:, :COMMON_DIM]
+    inputs = [common_input(common, launch_ms, coefficients), embedding_input(common, z[:, COMMON_DIM:])]
+    return torch.cat(inputs, dim=1).float()
 
 
 def _train_net(
@@ -140,7 +151,7 @@ def _loss(
     coefficients: torch.Tensor,
 ) -> torch.Tensor:
     """Mean absolute log error of the total (half the weight) and of both passes."""
-    residual = net.residual(head_input(group_sums(net, tensors, groups), launch, coefficients).float())
+    residual = net.residual(head_inputs(net, tensors, groups, launch, coefficients))
     index = torch.as_tensor(groups)
     passes = tensors.log_prior[index] + residual
     predicted = torch.cat([passes, torch.logsumexp(passes, dim=1, keepdim=True)], dim=1)
@@ -158,7 +169,7 @@ def _standardise(net: GroupNet, train: _Tensors, launch: torch.Tensor, coefficie
     net.feature_mean.copy_(features.mean(dim=0))
     net.feature_scale.copy_(features.std(dim=0).clamp_min(1e-3))
     with torch.inference_mode():
-        inputs = head_input(group_sums(net, train, np.arange(len(train.log_prior))), launch, coefficients)
+        inputs = head_inputs(net, train, np.arange(len(train.log_prior)), launch, coefficients)
         net.head_mean.copy_(inputs.mean(dim=0))
         net.head_scale.copy_(inputs.std(dim=0).clamp_min(1e-3))
     residual = train.log_target[:, :2] - train.log_prior
