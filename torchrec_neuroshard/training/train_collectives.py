@@ -147,5 +147,5 @@ def train_collective_model(
             loss.backward()
             optimizer.step()
             schedule.step()
-    log(f"collectives: training loss {float(loss):.4f} (mean absolute log error)")
+    log(f"collectives: training loss {loss.item():.4f} (mean absolute log error)")
     return CollectiveModel(prior, copy.deepcopy(net))
