@@ -46,11 +46,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     hardware = Counter(record["hardware"]["name"] for record in groups)
-    if len(hardware) != 1:
+    if len(hardware) > 1:
         print(f"error: records must come from one kind of machine, found {dict(hardware)}", file=sys.stderr)
         return 2
     kept = undisturbed(groups)
-    split = split_groups(kept)
+    try:
+        split = split_groups(kept)
+    except ValueError as error:
+        print(f"error: {', '.join(options.records)}: {error}", file=sys.stderr)
+        return 2
     config = TrainingConfig(nets=options.nets, epochs=options.epochs, seed=options.seed)
     group_model = train_group_model(split, config)
     accuracy: dict[str, Any] = {
@@ -58,8 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
         "groups_held_out_tables_prior_alone": group_accuracy(GroupCostModel(group_model.prior), split.test),
         "groups_validation": group_accuracy(group_model, split.validation),
     }
-    if collectives:
-        training = [record for record in collectives if not is_test_collective(record)]
+    training = [record for record in collectives if not is_test_collective(record)]
+    if training:
         collective_model = train_collective_model(collective_data(training), seed=options.seed)
         testing = collective_data(record for record in collectives if is_test_collective(record))
         accuracy["collectives_held_out"] = collective_accuracy(collective_model, testing)
@@ -78,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
             "groups_held_out_tables": len(split.test),
             "collectives": dict(Counter(f"{r['spec']['world_size']}_ranks" for r in collectives)),
         },
-        "collectives_provenance": "measured" if collectives else "analytic",
+        "collectives_provenance": "measured" if training else "analytic",
         "accuracy": accuracy,
         "training": vars(config),
         "limits": (

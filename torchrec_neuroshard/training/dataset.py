@@ -128,7 +128,11 @@ def undisturbed(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def split_groups(records: Iterable[dict[str, Any]]) -> GroupSplit:
-    """Splits records by base table (test) and by record id (validation), the same way each time."""
+    """Splits records by base table (test) and by record id (validation), the same way each time.
+
+    Raises:
+        ValueError: a part would hold no record.
+    """
     train, validation, test = [], [], []
     for record in records:
         if is_held_out(GroupSpec.from_json(record["spec"])):
@@ -137,4 +141,11 @@ def split_groups(records: Iterable[dict[str, Any]]) -> GroupSplit:
             validation.append(record)
         else:
             train.append(record)
+    parts = {"training": train, "validation": validation, "held-out": test}
+    if not all(parts.values()):
+        found = ", ".join(f"{len(part)} {name}" for name, part in parts.items())
+        raise ValueError(
+            f"training needs at least one group record in each part, found {found}; a hundred sampled records "
+            "suffice for that, thousands for a good model (torchrec-neuroshard measure compute)"
+        )
     return GroupSplit(group_data(train), group_data(validation), group_data(test))
