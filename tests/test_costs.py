@@ -180,6 +180,7 @@ def test_save_and_load_round_trip(tmp_path: Path) -> None:
         (lambda f: edit_card(f, schema=99), "schema 99"),
         (lambda f: edit_card(f, feature_set="other"), "feature set 'other'"),
         (lambda f: edit_card(f, group_nets=7), "do not fit each other"),
+        (lambda f: edit_card(f, group_prior={"launch_ms": [float("nan"), 1.0], "terms": {}}), "finite"),
     ],
 )
 def test_damaged_models_are_refused_by_name(tmp_path: Path, damage: object, message: str) -> None:

@@ -473,3 +473,38 @@ def test_shards_of_a_table_on_one_rank_are_joined() -> None:
 def test_collective_plan_without_a_process_group_says_so() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         planner().collective_plan(TwoCollections())
+
+
+@pytest.mark.parametrize(
+    ("numbers", "word"),
+    [
+        ({"pooling_factors": [-3.0]}, "pooling_factors"),
+        ({"pooling_factors": [float("nan")]}, "pooling_factors"),
+        ({"min_partition": -5}, "min_partition"),
+    ],
+)
+def test_impossible_numbers_in_constraints_name_the_table(numbers: dict[str, Any], word: str) -> None:
+    planner = NeuroShardPlanner(
+        topology=cpu_topology(2),
+        batch_size=64,
+        constraints={"a": ParameterConstraints(**numbers)},
+        cost_model=ANALYTIC,
+        stats=[],
+    )
+    with pytest.raises(PlannerError, match="'a'") as caught:
+        planner.plan(bag_collection(bag_config("a", 100, 64)), bag_sharders())
+    assert word in str(caught.value)
+
+
+def test_constraints_of_unknown_tables_are_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    planner = NeuroShardPlanner(
+        topology=cpu_topology(2),
+        batch_size=64,
+        constraints={"a": ParameterConstraints(pooling_factors=[2.0]), "typo": ParameterConstraints()},
+        cost_model=ANALYTIC,
+        stats=[],
+    )
+    with caplog.at_level(logging.WARNING):
+        planner.plan(bag_collection(bag_config("a", 100, 64)), bag_sharders())
+    assert any("typo" in message for message in caplog.messages)
+    assert planner.report is not None and any("typo" in note for note in planner.report.notes)

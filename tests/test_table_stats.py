@@ -113,3 +113,21 @@ def test_no_batches_and_no_tables_are_errors() -> None:
         TableStats.from_batches([], [bag_config("t", 10, 8)])
     with pytest.raises(TableStatsError, match="no tables"):
         TableStats.from_batches([], nn.Linear(2, 2))
+
+
+def test_empty_batches_do_not_count_and_late_bad_ids_are_seen() -> None:
+    config = bag_config("a", 10, 8, ["f"])
+    empty = KeyedJaggedTensor.from_lengths_sync(["f"], torch.empty(0, dtype=torch.int64), torch.empty(0).long())
+    full = KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1, 2, 3]), torch.tensor([2, 1]))
+    assert TableStats.from_batches([empty, full], [config]).pooling_factors == {"a": 1.5}
+    with pytest.raises(TableStatsError, match="not empty"):
+        TableStats.from_batches([empty], [config])
+    late = KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([99]), torch.tensor([1]))
+    with pytest.raises(TableStatsError, match="batch 1"):
+        TableStats.from_batches([full, late], [config], max_lookups=2)
+
+
+def test_a_single_tensor_instead_of_a_list_is_explained() -> None:
+    kjt = KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1]), torch.tensor([1]))
+    with pytest.raises(TableStatsError, match=r"\[kjt\]"):
+        TableStats.from_batches(kjt, [bag_config("a", 10, 8, ["f"])])

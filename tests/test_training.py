@@ -94,7 +94,7 @@ def test_training_and_inference_compute_the_same(records: list[dict[str, Any]]) 
         residual = torch.maximum(torch.minimum(residual, net.residual_high), net.residual_low).double().numpy()
     expected = model.prior.predict(split.test.work) * np.exp(residual)
     sums = segment_sums(model.contributions(split.test.shards), split.test.group, len(split.test))
-    np.testing.assert_allclose(model.predict(sums), expected, rtol=1e-5)
+    np.testing.assert_allclose(model.predict(sums), expected, rtol=1e-4)
 
 
 def test_shipped_records_agree_with_the_card() -> None:

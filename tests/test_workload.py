@@ -177,3 +177,26 @@ def test_a_workload_without_zipf_exponents_has_pooling_factors_only() -> None:
     stats = table_stats(Workload.parse(workload()))
     assert stats.pooling_factors == {"a": 1.0} and stats.access == {}
     assert [name for name, _ in embedding_model(Workload.parse(workload())).named_children()] == ["ebc"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_embeddings", 10**30), ("embedding_dim", 4 * 10**12), ("pooling_factor", 1e300), ("alpha", 10**400)],
+)
+def test_absurd_numbers_are_refused_by_field(field: str, value: float) -> None:
+    table = {"name": "t", "num_embeddings": 10, "embedding_dim": 8, field: value}
+    with pytest.raises(WorkloadError, match=rf"tables\[0\].{field}"):
+        Workload.parse({"tables": [table]})
+
+
+def test_a_misspelt_field_of_a_table_is_an_error() -> None:
+    table = {"name": "t", "num_embeddings": 10, "embedding_dim": 8, "poolingfactor": 50}
+    with pytest.raises(WorkloadError, match="poolingfactor.*pooling_factor"):
+        Workload.parse({"tables": [table]})
+
+
+def test_a_number_too_long_to_read_is_not_a_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "w.json"
+    path.write_text('{"tables": [{"num_embeddings": ' + "9" * 5000 + "}]}")
+    with pytest.raises(WorkloadError, match="w.json"):
+        Workload.load(path)

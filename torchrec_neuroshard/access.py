@@ -39,8 +39,8 @@ class AccessDistribution:
             raise ValueError(
                 f"counts and masses must be vectors of one length, got {self.counts.shape} and {self.masses.shape}"
             )
-        if not (np.all(self.counts > 0) and np.all(self.masses >= 0)):
-            raise ValueError("counts must be positive and masses must not be negative")
+        if not (np.isfinite(self.counts).all() and np.all(self.counts > 0) and np.all(self.masses >= 0)):
+            raise ValueError("counts must be positive and finite, and masses must not be negative")
         if abs(float(self.masses.sum()) - 1.0) > 1e-6:
             raise ValueError(f"masses must sum to 1, got {float(self.masses.sum())}")
 

@@ -244,11 +244,21 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         if not tables:
             return ShardingPlan({})
         notes = self._preliminary_notes()
+        unknown = sorted(set(self._constraints or {}) - {entry.name for entry in tables})
+        if unknown:
+            self._warn(notes, f"Constraints for tables that the model does not have are ignored: {', '.join(unknown)}")
         capacity = reserved_capacity(
             self._storage_reservation, topology, self._batch_size, module, sharders, self._constraints
         )
         cluster = planning_cluster(topology, capacity, self._hardware_name(), self._pipeline)
         cost_model = resolve_cost_model(self._cost_model, cluster.device, cluster.hardware)
+        measured_on = cost_model.card.get("hardware", {}).get("device", cluster.device)
+        if measured_on != cluster.device:
+            self._warn(
+                notes,
+                f"Cost model {cost_model.name!r} describes {measured_on} ranks, but the plan is for {cluster.device}: "
+                "its predictions do not apply. Drop cost_model= for the hardware's own.",
+            )
         maps = compat.sharder_maps(sharders)
         storage = ShardStorage(tables, self._enumerator, maps, self._batch_size, cluster.device)
         problem, result = self._find(tables, cluster, storage, cost_model, notes)

@@ -36,6 +36,20 @@ _SHARDING_TYPES = (
 _COMPUTE_KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching", "key_value")
 _CONSTRAINT_FIELDS = ("sharding_types", "compute_kernels", "min_partition", "load_factor", "prefetch_pipeline")
 
+_TABLE_FIELDS = (
+    "name",
+    "num_embeddings",
+    "embedding_dim",
+    "pooling_factor",
+    "features",
+    "weighted",
+    "unpooled",
+    "data_type",
+    "constraint",
+    "alpha",
+)
+_LARGEST = 10**12  # above any table or batch, below what overflows on the way
+
 
 class WorkloadError(ValueError):
     """A workload file that cannot be used; the message names the file, the field and the remedy."""
@@ -81,7 +95,7 @@ class Workload:
             raise WorkloadError(
                 f"{path}: cannot be read ({error.strerror}); give the path of a workload file"
             ) from error
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise WorkloadError(f"{path}: not a JSON file ({error}); see the README for the format") from error
         return cls.parse(content, str(path))
 
@@ -149,8 +163,8 @@ class _Reader:
 
     def integer(self, entry: Mapping[str, Any], key: str, place: str) -> int:
         value = entry.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.fail(place, key, "a positive whole number", value)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+            raise self.fail(place, key, f"a whole number from 1 to {_LARGEST:.0e}", value)
         return value
 
     def optional_number(self, entry: Mapping[str, Any], key: str, place: str) -> float | None:
@@ -158,7 +172,7 @@ class _Reader:
         if value is None:
             return None
         if not _is_number(value):
-            raise self.fail(place, key, "a number of at least 0", value)
+            raise self.fail(place, key, f"a number from 0 to {_LARGEST:.0e}", value)
         return float(value)
 
     def flag(self, entry: Mapping[str, Any], key: str, place: str) -> bool:
@@ -183,12 +197,17 @@ class _Reader:
 
 
 def _is_number(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 <= value < float("inf")
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and 0 <= value <= _LARGEST
 
 
 def _parse_table(
     reader: _Reader, entry: Mapping[str, Any], index: int, place: str, optimizer: str, default_alpha: float | None
 ) -> _Row:
+    unknown = sorted(set(entry) - set(_TABLE_FIELDS))
+    if unknown:
+        raise WorkloadError(
+            f"{reader.where}: field '{place}.{unknown[0]}' is unknown; a table has {', '.join(_TABLE_FIELDS)}"
+        )
     name = entry.get("name", f"t{index}")
     if not isinstance(name, str) or not name or "." in name:
         raise reader.fail(place, "name", "a text without dots (module paths are split at dots)", name)

@@ -124,6 +124,7 @@ def collect_tables(
             configs[path] = {config.name: config for config in child.embedding_bag_configs()}
         constraint = constraints.get(name) if constraints else None
         _check_device(full_name, constraint, device)
+        _check_numbers(full_name, constraint)
         config = configs[path][name]
         optimizer = optimizer_of(parameter, fused_params_of(sharder))
         pooling, input_lengths = _pooling(path, config, constraint, batch_size, table_stats)
@@ -210,6 +211,25 @@ def _check_device(table: str, constraint: ParameterConstraints | None, device: s
             f"its constraint device_group={group!r} does not match the topology's compute device {device!r}, so it "
             "would be left out of the plan and fail at sharding time",
             f"Remove device_group, or plan the module with a topology for {group!r}.",
+        )
+
+
+def _check_numbers(table: str, constraint: ParameterConstraints | None) -> None:
+    """Refuses numbers that TorchRec would trip over without naming the table."""
+    if constraint is None:
+        return
+    lengths = constraint.pooling_factors
+    if not lengths or not all(math.isfinite(length) and length >= 0 for length in lengths):
+        raise PlannerError(
+            f"Table {table!r}: pooling_factors in its ParameterConstraints must be numbers of at least 0, "
+            f"got {lengths}",
+            error_type("INPUT_VALIDATION"),
+        )
+    if constraint.min_partition is not None and constraint.min_partition < 1:
+        raise PlannerError(
+            f"Table {table!r}: min_partition in its ParameterConstraints must be at least 1 column, "
+            f"got {constraint.min_partition}",
+            error_type("INPUT_VALIDATION"),
         )
 
 

@@ -68,6 +68,8 @@ class TableStats:
         """
         if max_lookups < 1:
             raise TableStatsError(f"max_lookups must be positive, got {max_lookups}")
+        if isinstance(batches, KeyedJaggedTensor):
+            raise TableStatsError("batches must be a list of KeyedJaggedTensors: give [kjt] for a single one")
         counters = [_Counter(name, config, max_lookups) for name, config in _named_configs(module_or_configs)]
         if not counters:
             raise TableStatsError("no tables: give a model that holds EmbeddingBagCollections, or their configs")
@@ -76,6 +78,8 @@ class TableStats:
             features: Any = getattr(batch, "sparse_features", batch)
             if not isinstance(features, KeyedJaggedTensor):
                 raise TableStatsError(f"batch {number} is a {type(batch).__name__}, expected a KeyedJaggedTensor")
+            if features.stride() == 0:
+                continue
             samples += features.stride()
             columns = features.to_dict()
             for counter in counters:
@@ -173,6 +177,11 @@ class _Counter:
                     f"it has {', '.join(columns)}"
                 )
             ids = columns[feature].values()
+            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self._config.num_embeddings:
+                raise TableStatsError(
+                    f"batch {batch}: ids of feature {feature!r} span [{int(ids.min())}, {int(ids.max())}], but table "
+                    f"{self.name!r} has rows [0, {self._config.num_embeddings})"
+                )
             self.lookups += ids.numel()
             kept = ids[: self._room].detach().to("cpu", torch.int64).numpy()
             if kept.size:

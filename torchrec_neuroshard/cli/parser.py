@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 
 PLANNERS = ("neuroshard", "torchrec", "torchrec-restricted")
 
+
+_LARGEST = 1e9  # GiB or seconds, far above any machine or patience
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; ``command`` names the module of :mod:`torchrec_neuroshard.cli` to run."""
@@ -50,7 +51,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--cost-model", default="auto", metavar="NAME_OR_PATH", help="auto, a shipped model or a folder (default: auto)"
     )
     plan.add_argument("--timeout", type=_positive_float, metavar="S", help="seconds of search at most")
-    plan.add_argument("--seed", type=int, default=0, metavar="K", help="seed of the search (default: 0)")
+    plan.add_argument("--seed", type=_seed, default=0, metavar="K", help="seed of the search (default: 0)")
     plan.add_argument(
         "--column-split",
         choices=("auto", "any", "never"),
@@ -73,7 +74,7 @@ def _add_measure(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--out", type=Path, required=True, metavar="FILE", help=".jsonl file to append to; a rerun resumes it"
     )
     measure.add_argument("--minutes", type=_positive_float, default=10.0, metavar="M", help="time budget (default: 10)")
-    measure.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the sample (default: 0)")
+    measure.add_argument("--seed", type=_seed, default=0, metavar="S", help="seed of the sample (default: 0)")
     measure.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda where there is one)")
     measure.add_argument("--limit", type=_positive_int, metavar="N", help="stop after this many new records")
     measure.add_argument(
@@ -96,6 +97,16 @@ def _positive_float(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+    if not 0 < value < _LARGEST:
+        raise argparse.ArgumentTypeError(f"must be a positive number below {_LARGEST:g}, got {text!r}")
+    return value
+
+
+def _seed(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 2**32:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {2**32 - 1}, got {text}")
     return value

@@ -86,6 +86,11 @@ class CollectivePrior:
     inter_host_ms_per_byte: float
     total_ms_per_byte: float
 
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name} must be a finite number of at least 0, got {value}")
+
     def predict(self, traffic: AllToAllTraffic) -> NDArray[np.float64]:
         """[calls] ms of a call that all ranks enter together."""
         ranks = traffic.sent_local.shape[1]

@@ -125,6 +125,7 @@ class GroupCostModel:
         self._coefficients = torch.as_tensor(prior.coefficients, dtype=torch.float64)
         for net in nets:
             net.eval()
+        self._heads = _StackedHeads(nets) if nets else None
 
     @property
     def z_dim(self) -> int:
@@ -148,18 +149,52 @@ class GroupCostModel:
         A group without shards costs nothing.
         """
         cost = self.prior.predict(z[:, :_WORK])
-        if self.nets:
-            cost = cost * np.exp(self._residual(torch.as_tensor(z)))
+        if self._heads is not None:
+            cost = cost * np.exp(self._residual(self._heads, torch.as_tensor(z)))
         return np.where(z[:, _WORK : _WORK + 1] > 0.5, cost, 0.0)
 
     @torch.inference_mode()
-    def _residual(self, z: torch.Tensor) -> NDArray[np.float64]:
+    def _residual(self, heads: _StackedHeads, z: torch.Tensor) -> NDArray[np.float64]:
+        """[groups, 2] mean over the nets."""
         common = z[:, :COMMON_DIM]
-        shared = common_input(common, self._launch, self._coefficients).float()
-        total = torch.zeros(len(z), 2)
-        for index, net in enumerate(self.nets):
-            first = COMMON_DIM + index * EMBEDDING_DIM
-            own = embedding_input(common, z[:, first : first + EMBEDDING_DIM]).float()
-            ratio = net.residual(torch.cat([shared, own], dim=1))
-            total += torch.maximum(torch.minimum(ratio, net.residual_high), net.residual_low)
-        return (total / len(self.nets)).double().numpy()
+        shared = common_input(common, self._launch, self._coefficients)
+        embeddings = z[:, COMMON_DIM:].reshape(len(z), len(self.nets), EMBEDDING_DIM).transpose(0, 1)
+        count, weight = common[:, _WORK, None].clamp_min(1.0), common[:, _WORK + 1, None].clamp_min(1e-12)
+        own = torch.cat([embeddings[..., :WEIGHTED_DIM] / weight, embeddings[..., WEIGHTED_DIM:] / count], dim=-1)
+        return heads.mean_residual(shared, own).double().numpy()
+
+
+class _StackedHeads:
+    """The heads of all nets, evaluated together: a search asks for few groups at a time, very often.
+
+    Standardisation is folded into the first layer, whose inputs the nets share but for their own embeddings.
+    """
+
+    def __init__(self, nets: tuple[GroupNet, ...]) -> None:
+        shared = _HEAD_INPUT - EMBEDDING_DIM
+        first, second, last = zip(*(_linear_layers(net) for net in nets))
+        with torch.no_grad():
+            scaled = [layer.weight.double() / net.head_scale.double() for layer, net in zip(first, nets)]
+            bias = [layer.bias.double() - w @ net.head_mean.double() for layer, net, w in zip(first, nets, scaled)]
+            self._shared = torch.cat([w[:, :shared].T for w in scaled], dim=1).contiguous()  # [shared, nets x hidden]
+            self._own = torch.stack([w[:, shared:].T for w in scaled]).contiguous()  # [nets, own, hidden]
+            self._bias = torch.stack(bias)[:, None, :].contiguous()
+            self._second = torch.stack([layer.weight.T for layer in second]).contiguous()
+            self._second_bias = torch.stack([layer.bias for layer in second])[:, None, :].contiguous()
+            self._last = torch.stack([layer.weight.T for layer in last]).contiguous()
+            self._last_bias = torch.stack([layer.bias for layer in last])[:, None, :].contiguous()
+            self._low = torch.stack([net.residual_low for net in nets])[:, None, :]
+            self._high = torch.stack([net.residual_high for net in nets])[:, None, :]
+
+    def mean_residual(self, shared: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """[groups, 2] from [groups, shared inputs] and [nets, groups, own inputs], both float64."""
+        nets, groups = own.shape[0], own.shape[1]
+        hidden = (shared @ self._shared).reshape(groups, nets, self._own.shape[2]).transpose(0, 1)
+        hidden = torch.nn.functional.silu((torch.baddbmm(self._bias, own, self._own) + hidden).float())
+        hidden = torch.nn.functional.silu(torch.baddbmm(self._second_bias, hidden, self._second))
+        ratio = torch.baddbmm(self._last_bias, hidden, self._last)
+        return torch.maximum(torch.minimum(ratio, self._high), self._low).mean(dim=0)
+
+
+def _linear_layers(net: GroupNet) -> list[nn.Linear]:
+    return [layer for layer in net.head if isinstance(layer, nn.Linear)]

@@ -32,6 +32,8 @@ class GroupPrior:
     def __post_init__(self) -> None:
         if self.launch_ms.shape != (2,) or self.coefficients.shape != (len(WORK_TERMS), 2):
             raise ValueError(f"wrong shapes: {self.launch_ms.shape}, {self.coefficients.shape}")
+        if not (np.isfinite(self.launch_ms).all() and np.isfinite(self.coefficients).all()):
+            raise ValueError("launch costs and coefficients must be finite")
         if (self.launch_ms <= 0).any() or (self.coefficients < 0).any():
             raise ValueError("launch costs must be positive and coefficients must not be negative")
 

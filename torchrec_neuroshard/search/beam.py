@@ -17,6 +17,7 @@ from torchrec_neuroshard.search.greedy import GreedyPlacement, place_candidates
 from torchrec_neuroshard.search.splits import Splits, split_table
 
 SHARES = (0.5, 0.75)  # of the columns that the first piece keeps
+_WORTHWHILE = 1e-3  # relative gain of a level below which it counts as none
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,18 @@ def beam_search(
         if not proposals:
             break
         beam = _score(simulator, proposals, config)
-        best_before = kept[0].rating
+        best_before = kept[0]
         kept = sorted([*kept, *beam], key=lambda s: s.rating)[: config.beam_width]  # stable: earlier wins ties
-        stale = 0 if kept[0].rating < best_before else stale + 1
+        stale = 0 if _gained(best_before, kept[0]) else stale + 1
         on_level(level, kept[0])
     return kept
+
+
+def _gained(before: Scored, after: Scored) -> bool:
+    """Whether a level was worth its time: a lower total, or as low a one with less behind the slowest rank."""
+    if after.total_ms < before.total_ms * (1 - _WORTHWHILE):
+        return True
+    return after.rating[0] <= before.rating[0] and after.rating[1] < before.rating[1] * (1 - _WORTHWHILE)
 
 
 def propose(simulator: PlanSimulator, candidate: Scored, config: SearchConfig) -> list[Splits]:

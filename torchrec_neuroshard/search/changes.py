@@ -16,6 +16,10 @@ from torchrec_neuroshard.problem import Shard, ShardingProblem
 from torchrec_neuroshard.search.splits import divide
 
 _SPLIT_SHARES = (0.25, 0.5, 0.75)
+# A shard adds to a group between about half and twice what it costs alone. Changes that could not help
+# even so are not priced.
+_LEAST_SHARE = 0.15
+_UNEQUAL = 0.4
 _NONE = -1
 
 
@@ -25,6 +29,7 @@ class ShardArrays:
     Attributes:
         shards: sorted by (table, offset).
         table, offset, width, rank, kind, group, lookup: [shards] columns.
+        alone_ms: [shards] predicted forward plus backward of each shard alone.
         held: [tables, ranks] how many shards of a table a rank holds.
     """
 
@@ -34,6 +39,7 @@ class ShardArrays:
         columns = np.asarray([(s.table, s.offset, s.width, s.rank) for s in self.shards], dtype=np.int64)
         self.table, self.offset, self.width, self.rank = columns.reshape(-1, 4).T
         self.kind = simulator.kinds((s.table, s.width) for s in self.shards)
+        self.alone_ms = simulator.alone_ms[self.kind].sum(axis=1)
         groups = np.asarray([problem.group_of(t, types[t]) for t in range(len(types))], dtype=np.int64)
         lookups = np.asarray([problem.lookup_of(t, types[t]) for t in range(len(types))], dtype=np.int64)
         self.group_of_table, self.lookup_of_table = groups, lookups
@@ -85,11 +91,12 @@ class Changes:
         return (*kept, *(Shard(*map(int, row)) for row in self.added[index] if row[2] > 0))
 
 
-def moves(arrays: ShardArrays, slow: int, ranks: NDArray[np.int64]) -> Changes:
-    """Each shard of the slow rank to each of ``ranks``."""
+def moves(arrays: ShardArrays, load: NDArray[np.float64], slow: int, ranks: NDArray[np.int64]) -> Changes:
+    """Each shard of the slow rank to each of ``ranks``; ``load`` is [ranks] compute in ms."""
     here = np.flatnonzero(arrays.rank == slow)
     shard, rank = (grid.ravel() for grid in np.meshgrid(here, ranks, indexing="ij"))
-    allowed = arrays.held[arrays.table[shard], rank] == 0
+    gap = load[slow] - load[rank]
+    allowed = (arrays.held[arrays.table[shard], rank] == 0) & (_LEAST_SHARE * arrays.alone_ms[shard] < gap)
     shard, rank = shard[allowed], rank[allowed]
     none = np.full(len(shard), _NONE)
     return Changes(
@@ -99,8 +106,8 @@ def moves(arrays: ShardArrays, slow: int, ranks: NDArray[np.int64]) -> Changes:
     )
 
 
-def swaps(arrays: ShardArrays, slow: int, ranks: NDArray[np.int64]) -> Changes:
-    """Each shard of the slow rank with each shard of ``ranks``."""
+def swaps(arrays: ShardArrays, load: NDArray[np.float64], slow: int, ranks: NDArray[np.int64]) -> Changes:
+    """Each shard of the slow rank with each shard of ``ranks``; ``load`` is [ranks] compute in ms."""
     here = np.flatnonzero(arrays.rank == slow)
     there = np.flatnonzero(np.isin(arrays.rank, ranks))
     first, second = (grid.ravel() for grid in np.meshgrid(here, there, indexing="ij"))
@@ -108,7 +115,11 @@ def swaps(arrays: ShardArrays, slow: int, ranks: NDArray[np.int64]) -> Changes:
     free = (arrays.held[arrays.table[first], arrays.rank[second]] == 0) & (
         arrays.held[arrays.table[second], slow] == 0
     )
-    allowed = (same & (arrays.width[first] != arrays.width[second])) | (~same & free)
+    gain = arrays.alone_ms[first] - arrays.alone_ms[second]
+    sensible = (_LEAST_SHARE * gain < load[slow] - load[arrays.rank[second]]) & (
+        gain > -_UNEQUAL * arrays.alone_ms[first]
+    )
+    allowed = sensible & ((same & (arrays.width[first] != arrays.width[second])) | (~same & free))
     first, second = first[allowed], second[allowed]
     return Changes(
         np.column_stack([first, second]),

@@ -21,7 +21,8 @@ class SearchConfig:
         grid: caps on the widest rank tried in each placement (the paper's M).
         grid_span: largest cap, as a multiple of the mean columns per rank.
         refine: improve the best placements by moves, swaps, splits and merges.
-        kick_budget: shards refined again after random kicks; a plan of n shards is kicked kick_budget / n times.
+        kick_budget: shards refined again after random kicks; a plan of n shards is kicked at most
+            kick_budget / n times.
         timeout_seconds: stop improving after this long; a plan is returned all the same. None: no limit.
         seed: seeds the kicks, the only random part.
     """

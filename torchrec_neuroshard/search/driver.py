@@ -17,6 +17,8 @@ from torchrec_neuroshard.search.kicks import kick_and_refine
 from torchrec_neuroshard.search.refine import refine
 from torchrec_neuroshard.search.splits import Splits, whole_tables
 
+_KICKS_PER_SHARD = 6  # few shards have few placements
+
 
 def find_placement(problem: ShardingProblem, model: CostModel, config: SearchConfig | None = None) -> SearchResult:
     """Searches for the placement with the least predicted iteration time that fits in memory.
@@ -66,6 +68,7 @@ def find_placement(problem: ShardingProblem, model: CostModel, config: SearchCon
     if config.refine and len(found) == 1:
         best = refine(simulator, best, out_of_time)
     kicks = config.kick_budget // len(best.shards) if config.refine else 0
+    kicks = min(kicks, _KICKS_PER_SHARD * len(best.shards))
     best = kick_and_refine(simulator, best, kicks, config.seed, out_of_time)
     cost = simulator.cost(best)
     note("final", cost.total_ms, len(best.shards))

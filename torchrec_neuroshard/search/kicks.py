@@ -17,24 +17,32 @@ from torchrec_neuroshard.problem import Placement
 from torchrec_neuroshard.search.refine import refine
 
 _SHARDS_MOVED = 3
+_PATIENCE = 24  # kicks in a row that find nothing
 
 
 def kick_and_refine(
     simulator: PlanSimulator, placement: Placement, kicks: int, seed: int, out_of_time: Callable[[], bool]
 ) -> Placement:
-    """Kicks the best placement so far ``kicks`` times; returns the best found, never worse than given."""
+    """Kicks the best placement so far at most ``kicks`` times; returns the best found, never worse than given.
+
+    Stops early when kicks keep failing, as they do on problems so small that nothing is left to find.
+    """
     rng = np.random.default_rng(seed)
     best, best_ms = placement, simulator.cost(placement).total_ms
+    seen = {placement.shards}
+    failures = 0
     for _ in range(kicks):
-        if out_of_time():
+        if out_of_time() or failures >= _PATIENCE:
             break
+        failures += 1
         kicked = _kick(simulator, best, rng)
-        if kicked is None:
+        if kicked is None or kicked.shards in seen:
             continue
+        seen.add(kicked.shards)
         candidate = refine(simulator, kicked, out_of_time)
         candidate_ms = simulator.cost(candidate).total_ms
         if candidate_ms < best_ms:
-            best, best_ms = candidate, candidate_ms
+            best, best_ms, failures = candidate, candidate_ms, 0
     return best
 
 

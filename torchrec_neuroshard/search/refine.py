@@ -90,7 +90,10 @@ def _best_successor(state: _State) -> _State | None:
                     merges(state.arrays, state.simulator, slow),
                 ]
             else:
-                parts += [moves(state.arrays, slow, others), swaps(state.arrays, slow, near)]
+                parts += [
+                    moves(state.arrays, state.load, slow, others),
+                    swaps(state.arrays, state.load, slow, near),
+                ]
         changes = Changes.concatenate(parts)
         for index in _ranked(state, changes)[:_TRIES].tolist():
             successor = _State(state.simulator, changes.apply(index, state.arrays.shards))
