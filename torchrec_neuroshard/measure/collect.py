@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Callable, Iterable, Iterator
 
 import torch
 
 from torchrec_neuroshard.measure.hardware import hardware_fingerprint, software_versions
 from torchrec_neuroshard.measure.pool import sample_group
-from torchrec_neuroshard.measure.probe import DISTURBED, DisturbanceProbe
+from torchrec_neuroshard.measure.probe import DisturbanceProbe
 from torchrec_neuroshard.measure.specs import CollectiveSpec, GroupSpec, spec_id
 from torchrec_neuroshard.measure.store import MeasurementStore
 from torchrec_neuroshard.measure.timing import RepetitionPolicy
-
-_ATTEMPTS = 4
-_PAUSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,6 @@ def collect_groups(
     from torchrec_neuroshard.measure.tbe import measure_group
 
     probe = DisturbanceProbe(device)
-    before = probe.disturbance()
     done = {record["id"] for record in store if record["kind"] == "group"}
     begun = time.monotonic()
     written = skipped = 0
@@ -89,15 +86,7 @@ def collect_groups(
             skipped += 1
             continue
         started = time.monotonic()
-        for attempt in range(_ATTEMPTS):
-            if attempt:
-                time.sleep(_PAUSE_SECONDS)
-                before = probe.disturbance()
-            timing = measure_group(spec, device, policy)
-            after = probe.disturbance()
-            disturbance, before = max(before, after), after
-            if disturbance <= DISTURBED:
-                break
+        timing, disturbance = probe.undisturbed(partial(measure_group, spec, device, policy))
         store.append(
             {
                 **describe("group", spec, device),

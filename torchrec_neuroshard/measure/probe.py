@@ -8,6 +8,8 @@ afresh from a table larger than any cache, so that the probe runs alike after a 
 from __future__ import annotations
 
 import collections
+import time
+from typing import Callable, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +20,9 @@ DISTURBED = 1.8  # disturbance from which a measurement is not to be trusted
 
 _ROWS, _DIM, _LOOKUPS, _REPETITIONS = 1 << 19, 128, 8192, 3
 _HISTORY, _MINIMUM_HISTORY = 400, 20
+_ATTEMPTS, _PAUSE_SECONDS = 4, 2.0
+
+Result = TypeVar("Result")
 
 
 class DisturbanceProbe:
@@ -41,6 +46,22 @@ class DisturbanceProbe:
         now = self._time()
         self._history.append(now)
         return now / float(np.median(self._history))
+
+    def undisturbed(self, measure: Callable[[], Result]) -> tuple[Result, float]:
+        """Measures, again after a pause while the machine is disturbed, a few times at most.
+
+        Returns:
+            The result of the last try, and that try's disturbance.
+        """
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(_PAUSE_SECONDS)
+            before = self.disturbance()
+            result = measure()
+            disturbance = max(before, self.disturbance())
+            if disturbance <= DISTURBED:
+                break
+        return result, disturbance
 
     def _time(self) -> float:
         times = []
