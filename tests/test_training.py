@@ -101,7 +101,8 @@ def test_shipped_records_agree_with_the_card() -> None:
     model = CostModel.load("cpu")
     groups = load_groups([RECORDS / "groups.jsonl.xz"])
     collectives = load_collectives([RECORDS / "collectives.jsonl.xz"])
-    assert len(undisturbed(groups)) == model.card["records"]["groups"] >= 4000
+    counts = model.card["records"]
+    assert len(undisturbed(groups)) + counts.get("groups_measured_twice", 0) == counts["groups"] >= 4000
     assert len(collectives) == sum(model.card["records"]["collectives"].values()) >= 1000
     assert {record["spec"]["optimizer"] for record in groups} == {"sgd", "rowwise_adagrad"}
     held_out = [record for record in groups if is_held_out(GroupSpec.from_json(record["spec"]))]
@@ -122,6 +123,7 @@ def made_up_collective(index: int) -> dict[str, Any]:
     return {
         "kind": "collective",
         "id": spec_id(spec),
+        "hardware": {"name": "made_up"},
         "spec": spec.to_json(),
         "rank_ms": [{"median": float(ms)} for ms in times],
     }
@@ -161,7 +163,12 @@ def test_command_line_trains_and_writes_a_loadable_model(
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "at least"), ("{\n", "line 1"), ('{"schema":1,"kind":"collective","id":"x"}\n', "at least")],
+    [
+        ("", "no group records"),
+        ("{\n", "line 1"),
+        ('{"schema":1,"kind":"group","id":"x"}\n', "'spec' is missing"),
+        ('{"schema":1,"kind":"collective","id":"x","spec":{},"hardware":{"name":"h"}}\n', "no group records"),
+    ],
 )
 def test_command_line_says_what_is_wrong_with_records(
     tmp_path: Path, content: str, message: str, capsys: pytest.CaptureFixture[str]
@@ -177,3 +184,28 @@ def test_features_of_a_record_are_those_of_its_spec(records: list[dict[str, Any]
     spec = GroupSpec.from_json(records[0]["spec"])
     data = group_data(records[:1])
     np.testing.assert_array_equal(data.shards.features, spec_features(spec).features)
+
+
+def test_damaged_and_missing_parts_are_named(
+    tmp_path: Path, records: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = tmp_path / "cut.jsonl.xz"
+    content = (RECORDS / "collectives.jsonl.xz").read_bytes()
+    cut.write_bytes(content[: len(content) // 2])
+    assert main(["--records", str(cut), "--out", str(tmp_path / "model")]) == 2
+    assert "cut.jsonl.xz: damaged" in capsys.readouterr().err
+    with MeasurementStore(tmp_path / "few.jsonl") as store:
+        for record in [record for record in records if not is_held_out(GroupSpec.from_json(record["spec"]))][:5]:
+            store.append(record)
+    assert main(["--records", str(store.path), "--out", str(tmp_path / "model")]) == 2
+    assert "0 held-out" in capsys.readouterr().err
+    assert main(["--records", str(store.path), "--out", str(store.path)]) == 2
+    assert "is a file" in capsys.readouterr().err
+
+
+def test_a_group_measured_twice_counts_once(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+    with MeasurementStore(tmp_path / "twice.jsonl") as store:
+        for record in (records[0], records[1], {**records[0], "lookups": 1.0}):
+            store.append(record)
+    loaded = load_groups([store.path])
+    assert len(loaded) == 2 and loaded[0]["lookups"] == 1.0

@@ -10,6 +10,7 @@ import gzip
 import json
 import lzma
 import os
+import zlib
 from pathlib import Path
 from typing import IO, Any, Iterator, Mapping
 
@@ -61,23 +62,33 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         FileNotFoundError: there is no such file.
     """
     path = Path(path)
-    with _open_text(path) as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.endswith("\n"):
-                return
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise RecordError(
-                    f"{path}, line {number}: not a JSON record ({error}); delete that line or collect again"
-                ) from error
-            if not isinstance(record, dict) or record.get("schema") != SCHEMA_VERSION:
-                found = record.get("schema") if isinstance(record, dict) else type(record).__name__
-                raise RecordError(
-                    f"{path}, line {number}: schema {found!r}, but this version reads {SCHEMA_VERSION}; "
-                    "collect again with this version, or read the file with the version that wrote it"
-                )
-            yield record
+    number = 0
+    try:
+        with _open_text(path) as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith("\n"):
+                    return
+                yield _parse(path, number, line)
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
+        raise RecordError(
+            f"{path}: damaged after line {number} ({error}); restore the file or collect again"
+        ) from error
+
+
+def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise RecordError(
+            f"{path}, line {number}: not a JSON record ({error}); delete that line or collect again"
+        ) from error
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA_VERSION:
+        found = record.get("schema") if isinstance(record, dict) else type(record).__name__
+        raise RecordError(
+            f"{path}, line {number}: schema {found!r}, but this version reads {SCHEMA_VERSION}; "
+            "collect again with this version, or read the file with the version that wrote it"
+        )
+    return record
 
 
 def _open_text(path: Path) -> IO[str]:

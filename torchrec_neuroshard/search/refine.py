@@ -19,19 +19,24 @@ from torchrec_neuroshard.problem import Pipeline, Placement, Shard
 from torchrec_neuroshard.search.changes import Changes, ShardArrays, merges, moves, splits, swaps
 
 _TOLERANCE = 2e-4  # relative gain below which a change is not worth taking
+_WINDOW, _WORTHWHILE = 24, 1e-3  # changes in a row that must gain this much together
 _PARTNER_LIMIT = 16  # ranks considered as partners, lightest first
 _FINALISTS = 64  # changes priced with collectives, best compute first
 _TRIES = 3  # finalists rebuilt before giving up
 
 
 def refine(simulator: PlanSimulator, placement: Placement, out_of_time: Callable[[], bool]) -> Placement:
-    """Improves a placement until no change helps or time is up; never returns a worse one."""
+    """Improves a placement until no change helps, gains dwindle or time is up; never returns a worse one."""
     state = _State(simulator, placement.shards)
+    totals = [state.total_ms]
     while not out_of_time():
         better = _best_successor(state)
         if better is None:
             break
         state = better
+        totals.append(state.total_ms)
+        if len(totals) > _WINDOW and totals[-1] > totals[-1 - _WINDOW] * (1 - _WORTHWHILE):
+            break
     return Placement(state.arrays.shards, state.types)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torchrec_neuroshard.measure.store import RecordError
 from torchrec_neuroshard.training.dataset import load_groups, split_groups, undisturbed
 from torchrec_neuroshard.training.evaluate import collective_accuracy, group_accuracy
 from torchrec_neuroshard.training.train_collectives import (
+    MINIMUM_COLLECTIVES,
     collective_data,
     is_test_collective,
     load_collectives,
@@ -30,22 +32,34 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--records", nargs="+", required=True, metavar="FILE", help="measurement files")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for weights.safetensors and card.json")
     parser.add_argument("--name", default="", help="name on the card (default: the measured hardware)")
-    parser.add_argument("--nets", type=int, default=TrainingConfig.nets, help="networks averaged")
-    parser.add_argument("--epochs", type=int, default=TrainingConfig.epochs, help="passes over the records")
+    parser.add_argument("--nets", type=_positive, default=TrainingConfig.nets, help="networks averaged")
+    parser.add_argument("--epochs", type=_positive, default=TrainingConfig.epochs, help="passes over the records")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
+    return int(text)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Trains, evaluates on held-out base tables, and writes the model with its card."""
     options = parse_arguments(arguments)
     torch.set_num_threads(1)
+    if Path(options.out).is_file():
+        print(f"error: --out {options.out} is a file; give a folder", file=sys.stderr)
+        return 2
     try:
         groups, collectives = load_groups(options.records), load_collectives(options.records)
     except (RecordError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    hardware = Counter(record["hardware"]["name"] for record in groups)
+    if not groups:
+        print(f"error: {', '.join(options.records)}: there are no group records", file=sys.stderr)
+        return 2
+    hardware = Counter(record["hardware"]["name"] for record in [*groups, *collectives])
     if len(hardware) > 1:
         print(f"error: records must come from one kind of machine, found {dict(hardware)}", file=sys.stderr)
         return 2
@@ -63,6 +77,9 @@ def main(arguments: list[str] | None = None) -> int:
         "groups_validation": group_accuracy(group_model, split.validation),
     }
     training = [record for record in collectives if not is_test_collective(record)]
+    if 0 < len(training) < MINIMUM_COLLECTIVES:
+        print(f"{len(training)} collective records are too few (at least {MINIMUM_COLLECTIVES}): not used")
+        training = []
     if training:
         collective_model = train_collective_model(collective_data(training), seed=options.seed)
         testing = collective_data(record for record in collectives if is_test_collective(record))
@@ -77,6 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
         "records": {
             "groups": len(kept),
             "groups_dropped_as_disturbed": len(groups) - len(kept),
+            "groups_taken_without_a_disturbance_probe": sum("disturbance" not in record for record in kept),
             "groups_train": len(split.train),
             "groups_validation": len(split.validation),
             "groups_held_out_tables": len(split.test),

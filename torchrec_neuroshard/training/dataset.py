@@ -14,7 +14,7 @@ from torchrec_neuroshard.costs.features import ShardFeatures, ShardWork, segment
 from torchrec_neuroshard.measure.pool import is_held_out
 from torchrec_neuroshard.measure.probe import DISTURBED
 from torchrec_neuroshard.measure.specs import DATA_TYPES, GroupSpec
-from torchrec_neuroshard.measure.store import read_records
+from torchrec_neuroshard.measure.store import RecordError, read_records
 
 _VALIDATION_SHARE = 0.1
 
@@ -118,8 +118,25 @@ def group_data(records: Iterable[dict[str, Any]]) -> GroupData:
 
 
 def load_groups(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
-    """All group records of some measurement files."""
-    return [record for path in paths for record in read_records(path) if record["kind"] == "group"]
+    """All group records of some measurement files; of several of one group, the last."""
+    return records_of_kind("group", paths)
+
+
+def records_of_kind(kind: str, paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
+    """All records of a kind; of several of one spec, the last.
+
+    Raises:
+        RecordError: a file is damaged, or a record lacks what every record has.
+    """
+    records: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        for number, record in enumerate(read_records(path), start=1):
+            missing = [name for name in ("kind", "id", "spec", "hardware") if name not in record]
+            if missing:
+                raise RecordError(f"{path}, record {number}: field {missing[0]!r} is missing; collect again")
+            if record["kind"] == kind:
+                records[record["id"]] = record
+    return list(records.values())
 
 
 def undisturbed(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

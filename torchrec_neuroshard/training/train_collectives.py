@@ -16,8 +16,10 @@ from scipy.optimize import nnls
 from torchrec_neuroshard.costs.collective_model import CollectiveModel, CollectiveNet, rank_features
 from torchrec_neuroshard.costs.collective_prior import AllToAllTraffic, CollectivePrior
 from torchrec_neuroshard.measure.specs import CollectiveSpec
-from torchrec_neuroshard.measure.store import read_records
+from torchrec_neuroshard.training.dataset import records_of_kind
 from torchrec_neuroshard.training.train_groups import smooth_l1
+
+MINIMUM_COLLECTIVES = 20  # records below which fitting makes no sense
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class CollectiveData:
 
 def load_collectives(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
     """All collective records of some measurement files."""
-    return [record for path in paths for record in read_records(path) if record["kind"] == "collective"]
+    return records_of_kind("collective", paths)
 
 
 def collective_data(records: Iterable[dict[str, Any]]) -> list[CollectiveData]:
@@ -131,13 +133,15 @@ def train_collective_model(
     net.residual_high.copy_(torch.quantile(targets, 0.995))
 
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3, weight_decay=1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=epochs * len(sets) * 4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 3e-3, total_steps=epochs * sum(min(4, len(inputs)) for inputs, _, _ in sets)
+    )
     generator = np.random.default_rng(seed)
     for _ in range(epochs):
         batches = [
             (index, rows)
             for index, (inputs, _, _) in enumerate(sets)
-            for rows in np.array_split(generator.permutation(len(inputs)), 4)
+            for rows in np.array_split(generator.permutation(len(inputs)), min(4, len(inputs)))
         ]
         for position in generator.permutation(len(batches)):
             index, rows = batches[position]
