@@ -23,12 +23,14 @@ from tqdm import tqdm
 
 from examples.train_dlrm import DEMO_WORKLOAD
 from torchrec_neuroshard.measure.plan_groups import rank_groups
+from torchrec_neuroshard.measure.probe import DISTURBED, DisturbanceProbe
 from torchrec_neuroshard.measure.tbe import measure_group
 from torchrec_neuroshard.problem import Cluster, Placement, Shard, ShardingProblem, TableOptions
 from torchrec_neuroshard.workload import Workload
 
 PLANNERS = ("torchrec", "neuroshard")
 ROUNDS = 3
+BUSY_LOAD = 3.0  # load average above which something else than the demo's two ranks runs
 
 
 class DemoError(Exception):
@@ -88,13 +90,17 @@ def measure_ranks(results: list[dict[str, Any]], workload: Workload, world_size:
     )
     plans = [rank_groups(problem, placement_of(result["plan"], workload)) for result in results]
     rounds: list[list[list[float]]] = [[[] for _ in range(world_size)] for _ in results]
+    probe, disturbances = DisturbanceProbe(torch.device("cpu")), []
     with tqdm(total=ROUNDS * len(plans) * world_size, desc="timing each rank alone", leave=False) as bar:
         for _ in range(ROUNDS):
             for plan, ranks in zip(plans, rounds):
                 for groups, samples in zip(plan, ranks):
                     timings = [measure_group(group, torch.device("cpu")).total.median for group in groups]
                     samples.append(sum(timings))
+                    disturbances.append(probe.disturbance())
                     bar.update()
+    if max(disturbances) > DISTURBED or os.getloadavg()[0] > BUSY_LOAD:
+        print("Other work disturbed the machine meanwhile: times are too long, and do not compare. Repeat when idle.")
     return [[statistics.median(samples) for samples in ranks] for ranks in rounds]
 
 

@@ -156,13 +156,13 @@ class NeuroShardPerfEstimator(ShardEstimator):
             features = next((len(config.feature_names) for config in configs if config.name == name), features)
         poolings = option.num_poolings or self._constraint(name, "num_poolings") or [1.0] * len(option.input_lengths)
         pooling = float(sum(length * count for length, count in zip(option.input_lengths, poolings)))
+        if list(option.input_lengths) == [1.0]:  # TorchRec's default, whatever the number of features
+            pooling = float(features)
         access = None
         if self._table_stats is not None:
             measured = self._table_stats.pooling_factor(path, name)
             pooling = pooling if measured is None else measured
             access = self._table_stats.distribution(path, name)
-        elif list(option.input_lengths) == [1.0]:  # TorchRec's default, whatever the number of features
-            pooling = float(features)
         return Table(
             name=option.fqn,
             num_embeddings=rows,

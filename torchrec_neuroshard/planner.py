@@ -47,7 +47,8 @@ from torchrec_neuroshard.adapters.sharding_plan import one_shard_per_rank, shard
 from torchrec_neuroshard.adapters.storage import ShardStorage, reserved_capacity
 from torchrec_neuroshard.adapters.table_stats import TableStats
 from torchrec_neuroshard.adapters.topology import DetectedMachine, planning_cluster
-from torchrec_neuroshard.costs.model import CostModel
+from torchrec_neuroshard.costs.hardware import HARDWARE
+from torchrec_neuroshard.costs.model import CostModel, shipped_models
 from torchrec_neuroshard.costs.registry import resolve_cost_model
 from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.problem import Cluster, InfeasibleError, Pipeline, Placement, ShardingProblem
@@ -148,6 +149,10 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
             raise UnsupportedArgumentError(f"batch_size must be at least 1 sample per rank, got {batch_size}")
         if timeout_seconds is not None and timeout_seconds <= 0:
             raise UnsupportedArgumentError(f"timeout_seconds must be positive, got {timeout_seconds}")
+        if hardware is not None and hardware not in (*HARDWARE, *shipped_models()):
+            raise UnsupportedArgumentError(
+                f"hardware must be one of {', '.join(sorted({*HARDWARE, *shipped_models()}))}, got {hardware!r}"
+            )
         self._detected = DetectedMachine.detect(hardware=hardware) if topology is None else None
         self._owns_enumerator = enumerator is None
         super().__init__(

@@ -30,6 +30,8 @@ def resolve_cost_model(spec: str | os.PathLike[str] | CostModel, device: str, ha
         return spec
     if spec != "auto":
         text = str(spec)
+        if not text:
+            raise CostModelError(f"cost_model is empty; give 'auto', a folder or one of {', '.join(shipped_models())}")
         if text.startswith("analytic/"):
             return CostModel.analytic(text.removeprefix("analytic/"))
         return CostModel.load(spec)

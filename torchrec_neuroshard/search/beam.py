@@ -1,7 +1,7 @@
 """Beam search over column splits; each candidate is scored by its greedy grid placement.
 
-A level proposes to cut one more shard of each kept candidate: of the tables that cost most, of those that
-are largest in memory, and of those on the bottleneck rank, in halves and unevenly. Splits that make a plan
+A level proposes to cut one more shard of each kept candidate, of the tables that cost most and of those that
+are largest in memory, in halves and unevenly. Splits that make a plan
 worse (on a CPU each half of a hot, narrow table costs nearly as much as the whole) fall out of the beam
 because the whole plan is scored, not the table.
 """
@@ -86,7 +86,7 @@ def _gained(before: Scored, after: Scored) -> bool:
 
 
 def propose(simulator: PlanSimulator, candidate: Scored, config: SearchConfig) -> list[Splits]:
-    """Splits with one more cut: costly tables, large tables, and tables on the bottleneck rank."""
+    """Splits with one more cut, of costly tables and of large ones."""
     problem, splits = simulator.problem, candidate.splits
     tables = [t for t in range(len(problem.tables)) if problem.splittable(t)]
     widest = {t: max(splits[t]) for t in tables}

@@ -20,6 +20,7 @@ _SPLIT_SHARES = (0.25, 0.5, 0.75)
 # even so are not priced.
 _LEAST_SHARE = 0.15
 _UNEQUAL = 0.4
+_SWAP_LIMIT = 1500
 _NONE = -1
 
 
@@ -80,10 +81,6 @@ class Changes:
             np.concatenate([p.added_kind for p in parts]),
         )
 
-    def select(self, chosen: NDArray[np.int64]) -> Changes:
-        """Some of the changes."""
-        return Changes(self.removed[chosen], self.added[chosen], self.added_kind[chosen])
-
     def apply(self, index: int, shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
         """The shards after one of the changes."""
         gone = set(self.removed[index].tolist())
@@ -121,6 +118,11 @@ def swaps(arrays: ShardArrays, load: NDArray[np.float64], slow: int, ranks: NDAr
     )
     allowed = sensible & ((same & (arrays.width[first] != arrays.width[second])) | (~same & free))
     first, second = first[allowed], second[allowed]
+    if len(first) > _SWAP_LIMIT:  # the best swaps level the two ranks, were costs to add up
+        gap = load[slow] - load[arrays.rank[second]]
+        miss = np.abs(arrays.alone_ms[first] - arrays.alone_ms[second] - gap / 2)
+        nearest = np.sort(np.argsort(miss, kind="stable")[:_SWAP_LIMIT])
+        first, second = first[nearest], second[nearest]
     return Changes(
         np.column_stack([first, second]),
         np.stack(

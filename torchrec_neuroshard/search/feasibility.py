@@ -6,6 +6,8 @@ fill that cuts tables exactly to the space that is left, which packs almost to t
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,7 +20,7 @@ from torchrec_neuroshard.problem import (
 )
 from torchrec_neuroshard.search.splits import Splits, divide, shards_of, whole_tables
 
-_MAX_HALVINGS_PER_TABLE = 16
+_MAX_PASSES = 40
 
 
 def feasible_placement(problem: ShardingProblem) -> Placement:
@@ -30,15 +32,17 @@ def feasible_placement(problem: ShardingProblem) -> Placement:
     if not problem.tables:
         return Placement((), ())
     _check_bounds(problem)
-    splits = whole_tables(problem)
-    for _ in range(_MAX_HALVINGS_PER_TABLE * len(problem.tables) + 1):
+    splits: Splits | None = whole_tables(problem)
+    cuts = 1
+    for _ in range(_MAX_PASSES):
+        assert splits is not None
         ranks = first_fit_decreasing(problem, splits)
         if ranks is not None:
             return placement_of(problem, splits, ranks)
-        finer = _halve_largest(problem, splits)
-        if finer is None:
+        splits = _halve_largest(problem, splits, cuts)
+        if splits is None:
             break
-        splits = finer
+        cuts += (cuts + 1) // 2  # ever more cuts a pass: packing again is what takes time
     filled = _fill(problem)
     if filled is not None:
         return filled
@@ -79,25 +83,35 @@ def _relative_size(problem: ShardingProblem, memory: NDArray[np.float64]) -> NDA
     return (memory / total).max(axis=1)
 
 
-def _halve_largest(problem: ShardingProblem, splits: Splits) -> Splits | None:
-    """Halves the shard that takes the most memory among those that can be halved."""
-    best: tuple[float, int, int] | None = None
-    for table, widths in enumerate(splits):
-        if not problem.splittable(table) or len(widths) >= problem.cluster.world_size:
+def _halve_largest(problem: ShardingProblem, splits: Splits, cuts: int) -> Splits | None:
+    """Halves the shard that takes the most memory, ``cuts`` times over; None where nothing can be halved."""
+    total = np.maximum(problem.cluster.capacity.sum(axis=0), 1.0).tolist()
+
+    def entry(table: int, position: int, width: int) -> tuple[float, int, int, int]:
+        memory = problem.shard_memory(table, width)
+        return -max(memory[0] / total[0], memory[1] / total[1]), table, position, width
+
+    widths = [list(shards) for shards in splits]
+    heap = [
+        entry(table, position, width)
+        for table, shards in enumerate(widths)
+        if problem.splittable(table)
+        for position, width in enumerate(shards)
+    ]
+    heapq.heapify(heap)
+    done = 0
+    while heap and done < cuts:
+        _, table, position, width = heapq.heappop(heap)
+        pieces = divide(width, problem.options[table].min_width)
+        if pieces is None or len(widths[table]) >= problem.cluster.world_size:
             continue
-        for position, width in enumerate(widths):
-            if divide(width, problem.options[table].min_width) is None:
-                continue
-            size = float(_relative_size(problem, np.asarray([problem.shard_memory(table, width)]))[0])
-            if best is None or size > best[0]:
-                best = (size, table, position)
-    if best is None:
-        return None
-    _, table, position = best
-    pieces = divide(splits[table][position], problem.options[table].min_width)
-    assert pieces is not None
-    widths = (*splits[table][:position], *pieces, *splits[table][position + 1 :])
-    return (*splits[:table], widths, *splits[table + 1 :])
+        # The second piece goes to the end: the order of a table's columns is free, other positions stay valid.
+        widths[table][position] = pieces[0]
+        widths[table].append(pieces[1])
+        heapq.heappush(heap, entry(table, position, pieces[0]))
+        heapq.heappush(heap, entry(table, len(widths[table]) - 1, pieces[1]))
+        done += 1
+    return tuple(tuple(shards) for shards in widths) if done else None
 
 
 def _fill(problem: ShardingProblem) -> Placement | None:

@@ -51,21 +51,6 @@ class GroupData:
         """[groups, work terms] total work of each group."""
         return segment_sums(self.shards.work, self.group, len(self))
 
-    def select(self, groups: NDArray[np.bool_]) -> GroupData:
-        """The groups where ``groups`` ([groups] mask) is true."""
-        keep = groups[self.group]
-        renumber = np.cumsum(groups) - 1
-        return GroupData(
-            ShardFeatures(self.shards.work[keep], self.shards.features[keep]),
-            renumber[self.group[keep]],
-            self.measured_ms[groups],
-            self.total_ms[groups],
-            self.noise[groups],
-            tuple(name for name, chosen in zip(self.ids, groups) if chosen),
-            self.batch_size[groups],
-            self.lookups[groups],
-        )
-
 
 @dataclass(frozen=True)
 class GroupSplit:
