@@ -125,33 +125,60 @@ class RoundTimer:
         return self._replicated[key]
 
 
-def measure_plan(
-    source: str, world_size: int, planned: PlannedResult, timer: RoundTimer, seed: int, ranks: Iterable[int] | None
-) -> PlanMeasurement:
-    """Measures one plan.
+@dataclass(frozen=True)
+class TimedPlan:
+    """A plan and the ranks of it that a round times.
 
-    Args:
+    Attributes:
         source: workload of the plan.
         world_size: ranks.
         planned: the plan.
-        timer: of the round.
-        seed: of the synthetic batches.
         ranks: the ranks to time; None for all.
     """
-    workload = load_source(source)
-    batch_size = samples_per_rank(workload, world_size)
-    work = rank_work(workload, planned.placement, world_size, batch_size, seed)
-    timed = range(world_size) if ranks is None else sorted(ranks)
-    rank_ms = {rank: sum(timer.fused_ms(group) for group in work.groups[rank]) for rank in timed}
-    confirmed: set[int] = set()
-    while (slowest := max(rank_ms, key=lambda rank: rank_ms[rank])) not in confirmed:
-        confirmed.add(slowest)
-        rank_ms[slowest] = sum(timer.confirmed_ms(group) for group in work.groups[slowest])
-    return PlanMeasurement(
-        rank_ms=rank_ms,
-        replicated_ms=sum(timer.replicated_ms(group) for group in work.replicated),
-        collectives_ms=work.collectives_ms,
-    )
+
+    source: str
+    world_size: int
+    planned: PlannedResult
+    ranks: Sequence[int] | None = None
+
+
+def measure_plans(plans: Sequence[TimedPlan], timer: RoundTimer, seed: int) -> list[PlanMeasurement]:
+    """Measures plans of one workload together: rank by rank, the plans in turn.
+
+    A machine's speed drifts by tenths within a minute; plans timed one after another would each get another speed.
+
+    Args:
+        plans: the plans, in the order they take turns.
+        timer: of the round.
+        seed: of the synthetic batches.
+    """
+    works = []
+    for plan in plans:
+        workload = load_source(plan.source)
+        batch_size = samples_per_rank(workload, plan.world_size)
+        works.append(rank_work(workload, plan.planned.placement, plan.world_size, batch_size, seed))
+    rank_ms: list[dict[int, float]] = [{} for _ in plans]
+    for rank in range(max(plan.world_size for plan in plans)):
+        for plan, work, times in zip(plans, works, rank_ms):
+            if rank < plan.world_size and (plan.ranks is None or rank in plan.ranks):
+                times[rank] = sum(timer.fused_ms(group) for group in work.groups[rank])
+    confirmed: list[set[int]] = [set() for _ in plans]
+    while True:
+        slowest = [max(times.items(), key=lambda item: item[1])[0] for times in rank_ms]
+        if all(rank in known for rank, known in zip(slowest, confirmed)):
+            break
+        for rank, known, work, times in zip(slowest, confirmed, works, rank_ms):
+            if rank not in known:
+                known.add(rank)
+                times[rank] = sum(timer.confirmed_ms(group) for group in work.groups[rank])
+    return [
+        PlanMeasurement(
+            rank_ms=times,
+            replicated_ms=sum(timer.replicated_ms(group) for group in work.replicated),
+            collectives_ms=work.collectives_ms,
+        )
+        for work, times in zip(works, rank_ms)
+    ]
 
 
 def near_bottleneck(rank_ms: dict[int, float]) -> list[int]:
@@ -210,44 +237,49 @@ def run_round(plans: Sequence[MadePlan], number: int, store: Path) -> None:
         for source, world_size in dict.fromkeys((plan.source, plan.world_size) for plan in plans):
             chosen = [plan for plan in plans if (plan.source, plan.world_size) == (source, world_size)]
             start = number % len(chosen)
-            timer = RoundTimer()
-            for position, plan in enumerate(chosen[start:] + chosen[:start]):
-                begun = time.perf_counter()
-                record = _measure_made(plan, number, timer, store)
+            begun = time.perf_counter()
+            turn = chosen[start:] + chosen[:start]
+            timed = [_timed_plan(plan, store) for plan in turn]
+            results = measure_plans(timed, RoundTimer(), number)
+            for position, (made, plan, result) in enumerate(zip(turn, timed, results)):
+                record = _record(made, plan, result)
                 records.append({**record, "round": number, "order": position, "process": process})
                 print(
-                    f"{time.strftime('%H:%M:%S')} round {number}, {source} on {world_size} ranks, {plan.planner}: "
-                    f"{record['bottleneck_ms']:.2f} ms (took {time.perf_counter() - begun:.0f} s)",
+                    f"{time.strftime('%H:%M:%S')} round {number}, {source} on {world_size} ranks, {made.planner}: "
+                    f"{record['bottleneck_ms']:.2f} ms (all took {time.perf_counter() - begun:.0f} s)",
                     file=sys.stderr,
                     flush=True,
                 )
 
 
-def _measure_made(plan: MadePlan, number: int, timer: RoundTimer, store: Path) -> dict[str, Any]:
+def _timed_plan(plan: MadePlan, store: Path) -> TimedPlan:
     planned = read_plan(Path(plan.file))
-    workload = load_source(plan.source)
     earlier = [
         record
         for record in matching_records(store, plan.source, plan.world_size)
         if record["plan_id"] == planned.plan_id and len(record["rank_ms"]) == plan.world_size
     ]
     ranks = near_bottleneck({int(k): v for k, v in earlier[0]["rank_ms"].items()}) if earlier else None
-    result = measure_plan(plan.source, plan.world_size, planned, timer, number, ranks)
+    return TimedPlan(plan.source, plan.world_size, planned, ranks)
+
+
+def _record(made: MadePlan, plan: TimedPlan, result: PlanMeasurement) -> dict[str, Any]:
+    workload, planned = load_source(made.source), plan.planned
     return {
         "kind": "plan_round",
         "workload": workload.name,
         "workload_id": workload_id(workload),
-        "world_size": plan.world_size,
-        "batch_size_per_rank": samples_per_rank(workload, plan.world_size),
-        "planner": plan.planner,
+        "world_size": made.world_size,
+        "batch_size_per_rank": samples_per_rank(workload, made.world_size),
+        "planner": made.planner,
         "plan_id": planned.plan_id,
         "plan_seconds": planned.plan_seconds,
         "plan_cpu_seconds": planned.plan_cpu_seconds,
         "predicted_ms": planned.predicted_ms,
-        "rank_ms": {str(rank): round(ms, 4) for rank, ms in result.rank_ms.items()},
+        "rank_ms": {str(rank): round(ms, 4) for rank, ms in sorted(result.rank_ms.items())},
         "replicated_ms": round(result.replicated_ms, 4),
         "bottleneck_ms": round(result.bottleneck_ms, 4),
-        "imbalance": _imbalance(result) if ranks is None else None,
+        "imbalance": _imbalance(result) if plan.ranks is None else None,
         "collectives_ms": round(result.collectives_ms, 4),
         "bandwidth_gb_per_s": BANDWIDTH_GB_PER_S,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
