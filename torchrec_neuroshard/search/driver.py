@@ -51,7 +51,8 @@ def find_placement(problem: ShardingProblem, model: CostModel, config: SearchCon
         return SearchResult(best, cost, elapsed(), tuple(log))
 
     def on_level(level: int, scored: Scored) -> None:
-        note(f"beam level {level}", scored.total_ms, sum(map(len, scored.splits)))
+        if np.isfinite(scored.total_ms):  # else no candidate of the level fits in memory
+            note(f"beam level {level}", scored.total_ms, sum(map(len, scored.splits)))
 
     starts: list[Splits] = list(dict.fromkeys([whole_tables(problem), _splits_of(problem, best)]))
     found: list[Placement] = [best]
