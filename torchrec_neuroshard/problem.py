@@ -76,6 +76,11 @@ class Table:
         """Bytes of one weight."""
         return DATA_TYPE_BYTES[self.data_type]
 
+    def group_key(self, sharding_type: str) -> tuple[str, ...]:
+        """What shards on one rank must agree in for one TBE to serve them."""
+        weighted = "weighted" if self.weighted else "unweighted"
+        return (self.module, sharding_type, self.data_type, weighted, self.optimizer)
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -220,7 +225,8 @@ class ShardingProblem:
     @cached_property
     def group_keys(self) -> tuple[tuple[str, ...], ...]:
         """Distinct keys of fused groups, (module, sharding type, data type, weighted, optimizer), in a fixed order."""
-        return tuple(sorted({self._group_key(t, kind) for t in range(len(self.tables)) for kind in self._types(t)}))
+        pairs = zip(self.tables, self.options)
+        return tuple(sorted({table.group_key(kind) for table, option in pairs for kind in option.sharding_types}))
 
     @cached_property
     def lookup_keys(self) -> tuple[tuple[str, str], ...]:
@@ -235,7 +241,7 @@ class ShardingProblem:
     @cached_property
     def _groups_of_tables(self) -> dict[tuple[int, str], int]:
         return {
-            (table, kind): self._group_index[self._group_key(table, kind)]
+            (table, kind): self._group_index[self.tables[table].group_key(kind)]
             for table in range(len(self.tables))
             for kind in self._types(table)
         }
@@ -254,10 +260,6 @@ class ShardingProblem:
 
     def _types(self, table: int) -> tuple[str, ...]:
         return self.options[table].sharding_types
-
-    def _group_key(self, table: int, sharding_type: str) -> tuple[str, ...]:
-        t = self.tables[table]
-        return (t.module, sharding_type, t.data_type, "weighted" if t.weighted else "unweighted", t.optimizer)
 
 
 class InfeasibleError(Exception):

@@ -101,12 +101,12 @@ def embedding_input(common: torch.Tensor, embedding: torch.Tensor) -> torch.Tens
 
     Args:
         common: [groups, COMMON_DIM] as in :func:`common_input`.
-        embedding: [groups, EMBEDDING_DIM] weighted and plain sums.
+        embedding: [..., groups, EMBEDDING_DIM] weighted and plain sums.
     """
     count, weight = common[:, _WORK : _WORK + 1], common[:, _WORK + 1 : _WORK + 2]
     return torch.cat(
-        [embedding[:, :WEIGHTED_DIM] / weight.clamp_min(1e-12), embedding[:, WEIGHTED_DIM:] / count.clamp_min(1.0)],
-        dim=1,
+        [embedding[..., :WEIGHTED_DIM] / weight.clamp_min(1e-12), embedding[..., WEIGHTED_DIM:] / count.clamp_min(1.0)],
+        dim=-1,
     )
 
 
@@ -159,9 +159,7 @@ class GroupCostModel:
         common = z[:, :COMMON_DIM]
         shared = common_input(common, self._launch, self._coefficients)
         embeddings = z[:, COMMON_DIM:].reshape(len(z), len(self.nets), EMBEDDING_DIM).transpose(0, 1)
-        count, weight = common[:, _WORK, None].clamp_min(1.0), common[:, _WORK + 1, None].clamp_min(1e-12)
-        own = torch.cat([embeddings[..., :WEIGHTED_DIM] / weight, embeddings[..., WEIGHTED_DIM:] / count], dim=-1)
-        return heads.mean_residual(shared, own).double().numpy()
+        return heads.mean_residual(shared, embedding_input(common, embeddings)).double().numpy()
 
 
 class _StackedHeads:

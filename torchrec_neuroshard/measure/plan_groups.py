@@ -30,7 +30,7 @@ def rank_groups(problem: ShardingProblem, placement: Placement, seed: int = 0) -
             raise ValueError(f"table {table.name} is {kind}: only groups of {', '.join(_COLUMN_TYPES)} can be measured")
     members: list[dict[tuple[str, ...], list[Shard]]] = [{} for _ in range(problem.cluster.world_size)]
     for shard in sorted(placement.shards, key=lambda shard: (shard.table, shard.offset)):
-        key = _group_key(problem.tables[shard.table], placement.sharding_types[shard.table])
+        key = problem.tables[shard.table].group_key(placement.sharding_types[shard.table])
         members[shard.rank].setdefault(key, []).append(shard)
     return [
         [
@@ -39,11 +39,6 @@ def rank_groups(problem: ShardingProblem, placement: Placement, seed: int = 0) -
         ]
         for rank, groups in enumerate(members)
     ]
-
-
-def _group_key(table: Table, sharding_type: str) -> tuple[str, ...]:
-    weighted = "weighted" if table.weighted else "unweighted"
-    return (table.module, sharding_type, table.data_type, weighted, table.optimizer)
 
 
 def _group_spec(problem: ShardingProblem, shards: list[Shard], seed: int) -> GroupSpec:

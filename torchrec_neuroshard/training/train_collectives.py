@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
 from dataclasses import dataclass
@@ -152,4 +151,4 @@ def train_collective_model(
             optimizer.step()
             schedule.step()
     log(f"collectives: training loss {loss.item():.4f} (mean absolute log error)")
-    return CollectiveModel(prior, copy.deepcopy(net))
+    return CollectiveModel(prior, net)
