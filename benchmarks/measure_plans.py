@@ -29,7 +29,6 @@ from typing import Any, Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from benchmarks.dense_tables import measure_replicated
 from benchmarks.plan_cache import DEFAULT_FOLDER, PlanRequest, read_plan
 from benchmarks.plan_records import PlannedResult
 from benchmarks.planners import PLANNERS
@@ -118,10 +117,10 @@ class RoundTimer:
         return timing.forward.median + timing.backward.median
 
     def replicated_ms(self, group: GroupSpec) -> float:
-        """Median of lookup, dense gradient and optimizer step of data_parallel tables."""
+        """Median of lookup, dense gradient and optimizer step of data_parallel tables (without DDP's copies)."""
         key = spec_id(group)
         if key not in self._replicated:
-            self._replicated[key] = measure_replicated(group, self._policy).total.median
+            self._replicated[key] = measure_group(group, torch.device("cpu"), self._policy).total.median
         return self._replicated[key]
 
 

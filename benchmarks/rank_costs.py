@@ -120,7 +120,8 @@ def _replicated_groups(workload: Workload, placement: Placement, batch_size: int
                 )
             )
         optimizer = workload.tables[indices[0]].optimizer
-        groups.append(_seeded(GroupSpec(batch_size, tuple(shards), optimizer, data_type, weighted), seed))
+        group = GroupSpec(batch_size, tuple(shards), optimizer, data_type, weighted, kernel="dense")
+        groups.append(_seeded(group, seed))
     return tuple(groups)
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from benchmarks.compare_planners import main
-from benchmarks.dense_tables import measure_replicated
 from benchmarks.measure_plans import complete_rounds, near_bottleneck
 from benchmarks.plan_cache import PlanRequest
 from benchmarks.plan_records import DATA_PARALLEL, PlannedResult, check_columns
@@ -25,8 +24,6 @@ from benchmarks.skewed_workloads import SEEDS, skewed_workload, skewed_workload_
 from benchmarks.sources import load_source, samples_per_rank, workload_id
 from benchmarks.summary import losses, summarize, undecided
 from benchmarks.torchrec_planners import plan_with_torchrec
-from torchrec_neuroshard.measure.specs import GroupSpec, ShardSpec
-from torchrec_neuroshard.measure.timing import RepetitionPolicy
 from torchrec_neuroshard.problem import Placement, Shard
 from torchrec_neuroshard.workload import Workload, WorkloadError
 
@@ -160,15 +157,6 @@ def test_collectives_are_priced_by_the_busiest_rank() -> None:
     replicated = Placement(placement.shards[:1], ("table_wise", DATA_PARALLEL))
     all_reduce = 2 * (50 * 16 * 4) / 2 / (BANDWIDTH_GB_PER_S * 1e6)
     assert collectives_ms(workload, replicated, 2, 32) == pytest.approx(expected + all_reduce)
-
-
-def test_replicated_tables_pay_for_all_their_rows() -> None:
-    policy = RepetitionPolicy(warmup=1, minimum=5, maximum=5)
-    small, large = (
-        measure_replicated(GroupSpec(32, (ShardSpec(rows, 32, 2.0, zipf=0.5),)), policy) for rows in (100, 200_000)
-    )
-    assert large.backward.median > 3 * small.backward.median
-    assert large.optimizer.median > 3 * small.optimizer.median
 
 
 def test_ratios_on_known_data() -> None:

@@ -24,11 +24,11 @@ from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.problem import COLUMN_WISE, Pipeline, Placement
 
 
-def work(rows: int = 10_000, dim: int = 64, pooling: float = 10.0, **changes: object) -> ShardWork:
+def work(rows: int = 10_000, dim: int = 64, pooling_factor: float = 10.0, **changes: object) -> ShardWork:
     fields: dict[str, object] = {
         "rows": rows,
         "dim": dim,
-        "pooling_factor": pooling,
+        "pooling_factor": pooling_factor,
         "num_features": 1,
         "batch_size": 1024,
         "element_bytes": 4,
@@ -74,7 +74,7 @@ def test_group_cost_depends_on_the_set_alone() -> None:
 def test_empty_group_is_free_and_a_group_without_ids_is_not() -> None:
     model = untrained_model().groups
     assert model.predict(np.zeros((1, model.z_dim))).tolist() == [[0.0, 0.0]]
-    idle = model.predict(model.contributions(shard_features([work(pooling=0.0)])))
+    idle = model.predict(model.contributions(shard_features([work(pooling_factor=0.0)])))
     assert (idle > 0).all()
 
 
@@ -82,9 +82,30 @@ def test_prior_fit_recovers_coefficients() -> None:
     rng = np.random.default_rng(0)
     truth = GroupPrior.from_terms((0.2, 0.1), {"lookups": (1e-5, 3e-5), "output_bytes": (1e-7, 2e-7)})
     total = rng.uniform(0, 1e6, (500, len(WORK_TERMS)))
-    total[0] = 0.0  # a group that costs its launch alone
-    fitted = GroupPrior.fit(total, truth.predict(total))
-    np.testing.assert_allclose(fitted.predict(total), truth.predict(total), rtol=1e-3)
+    total[[0, 250]] = 0.0  # groups that cost their launch alone
+    regime = np.repeat(np.arange(2), 250)
+    measured = truth.predict(total, regime)
+    measured[250:] *= 2.0  # the second code path costs twice
+    fitted = GroupPrior.fit(total, regime, measured)
+    np.testing.assert_allclose(fitted.predict(total, regime), measured, rtol=1e-3)
+    unmeasured = np.full(500, 7)
+    assert (fitted.predict(total, unmeasured) > 0).all()
+    again = GroupPrior.from_json(json.loads(json.dumps(fitted.to_json())))
+    np.testing.assert_array_equal(again.predict(total, regime), fitted.predict(total, regime))
+
+
+def test_code_paths_are_told_apart() -> None:
+    changes: list[dict[str, object]] = [{}, {"element_bytes": 2}, {"optimizer": "adagrad"}, {"kernel": "dense"}]
+    regimes = shard_features([work(**change) for change in [*changes, {"pooling": "none"}]]).regime
+    assert len(set(regimes.tolist())) == 5
+
+
+def test_dense_tables_pay_for_rows_that_nobody_looks_up() -> None:
+    model = CostModel.analytic("generic_cpu").groups
+    small, large = (
+        model.predict(model.contributions(shard_features([work(rows, kernel="dense")]))) for rows in (10**4, 10**7)
+    )
+    assert large[0, 1] > 10 * small[0, 1]
 
 
 @given(st.permutations(range(5)), st.booleans())
@@ -156,7 +177,7 @@ def test_mixed_sharding_types_pay_for_two_tbes_and_twice_the_collectives() -> No
     simulator = PlanSimulator(problem, CostModel.analytic("generic_cpu"))
     merged = simulator.cost(Placement(shards, (COLUMN_WISE, COLUMN_WISE)))
     mixed = simulator.cost(Placement(shards, ("table_wise", COLUMN_WISE)))
-    launch = simulator.model.groups.prior.launch_ms  # type: ignore[attr-defined]
+    launch = simulator.model.groups.prior.launch_ms(np.zeros(1, np.int64))[0]  # type: ignore[attr-defined]
     assert mixed.forward_ms[0] == pytest.approx(merged.forward_ms[0] + launch[0])
     assert mixed.forward_comms_ms[0] > merged.forward_comms_ms[0] + 0.9 * 0.2
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from torchrec_neuroshard.measure.batches import bag_lengths, synthesize_batch
 from torchrec_neuroshard.measure.collect import collect_groups, sampled_groups
+from torchrec_neuroshard.measure.heap import recycled_blocks
 from torchrec_neuroshard.measure.pool import base_tables, is_held_out, sample_collective, sample_group
-from torchrec_neuroshard.measure.specs import CollectiveSpec, GroupSpec, ShardSpec, spec_id
+from torchrec_neuroshard.measure.specs import KERNELS, POOLINGS, CollectiveSpec, GroupSpec, ShardSpec, spec_id
 from torchrec_neuroshard.measure.store import MeasurementStore, read_records
 from torchrec_neuroshard.measure.tbe import build_tbe, measure_group
 from torchrec_neuroshard.measure.timing import RepetitionPolicy, repeat
@@ -76,6 +77,41 @@ def test_the_timed_operator_computes_pooled_sums(weighted: bool) -> None:
     torch.testing.assert_close(output, torch.cat(expected, dim=1))
 
 
+def test_unpooled_group_returns_every_row_looked_up() -> None:
+    shards = (ShardSpec(50, 8, 3.0, zipf=0.5), ShardSpec(20, 8, 0.5, zipf=0.0))
+    spec = GroupSpec(16, shards, pooling="none")
+    batch, tbe = synthesize_batch(spec, np.random.default_rng(0)), build_tbe(spec, CPU)
+    weights = tbe.split_embedding_weights()
+    for weight in weights:
+        weight.data.normal_()
+    ends = [int(batch.offsets[16]), int(batch.offsets[32])]
+    expected = torch.cat([weights[0][batch.indices[: ends[0]]], weights[1][batch.indices[ends[0] : ends[1]]]])
+    torch.testing.assert_close(tbe(batch.indices, batch.offsets), expected)
+    assert measure_group(spec, CPU, POLICY).backward.median > 0
+
+
+def test_unpooled_rows_need_one_dim() -> None:
+    with pytest.raises(ValueError, match="one dim"):
+        GroupSpec(16, (ShardSpec(50, 8, 3.0), ShardSpec(50, 16, 3.0)), pooling="none")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adagrad", "adam"])
+def test_dense_tables_pay_for_all_their_rows(optimizer: str) -> None:
+    policy = RepetitionPolicy(warmup=1, minimum=5, maximum=5)
+    small, large = (
+        measure_group(GroupSpec(32, (ShardSpec(rows, 32, 2.0, zipf=0.5),), optimizer, kernel="dense"), CPU, policy)
+        for rows in (100, 200_000)
+    )
+    assert large.backward.median > 3 * small.backward.median
+
+
+def test_recycled_blocks_leave_later_allocations_alone() -> None:
+    with recycled_blocks():
+        inside = torch.zeros(64 << 20, dtype=torch.uint8)
+    outside = torch.zeros(64 << 20, dtype=torch.uint8)
+    assert int(inside.sum()) == int(outside.sum()) == 0
+
+
 def test_collection_resumes_where_it_stopped(tmp_path: Path) -> None:
     path = tmp_path / "groups.jsonl"
     with MeasurementStore(path) as store:
@@ -112,10 +148,11 @@ def test_groups_never_mix_held_out_and_training_tables() -> None:
 
 
 def test_sampling_is_reproducible_and_covers_the_space() -> None:
-    specs = [sample_group(3, index) for index in range(80)]
-    assert specs == [sample_group(3, index) for index in range(80)]
-    assert specs != [sample_group(4, index) for index in range(80)]
-    assert {spec.optimizer for spec in specs} == {"sgd", "rowwise_adagrad"}
+    specs = [sample_group(3, index) for index in range(150)]
+    assert specs == [sample_group(3, index) for index in range(150)]
+    assert specs != [sample_group(4, index) for index in range(150)]
+    assert {spec.optimizer for spec in specs} == {"sgd", "rowwise_adagrad", "adagrad"}
+    assert {spec.kernel for spec in specs} == set(KERNELS) and {spec.pooling for spec in specs} == set(POOLINGS)
     assert {spec.data_type for spec in specs} == {"fp32", "fp16"}
     assert {spec.weighted for spec in specs} == {True, False}
     assert min(len(spec.shards) for spec in specs) == 1 and max(len(spec.shards) for spec in specs) > 40

@@ -88,11 +88,10 @@ def test_training_and_inference_compute_the_same(records: list[dict[str, Any]]) 
     split = split_groups(records)
     model = train_group_model(split, TrainingConfig(nets=1, epochs=2), log=lambda _: None)
     tensors, net = _Tensors.of(split.test, model.prior), model.nets[0]
-    launch, coefficients = torch.as_tensor(model.prior.launch_ms), torch.as_tensor(model.prior.coefficients)
     with torch.inference_mode():
-        residual = net.residual(head_inputs(net, tensors, np.arange(len(split.test)), launch, coefficients))
+        residual = net.residual(head_inputs(net, tensors, np.arange(len(split.test))))
         residual = torch.maximum(torch.minimum(residual, net.residual_high), net.residual_low).double().numpy()
-    expected = model.prior.predict(split.test.work) * np.exp(residual)
+    expected = model.prior.predict(split.test.work, split.test.regime) * np.exp(residual)
     sums = segment_sums(model.contributions(split.test.shards), split.test.group, len(split.test))
     np.testing.assert_allclose(model.predict(sums), expected, rtol=1e-4)
 

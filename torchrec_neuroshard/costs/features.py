@@ -11,6 +11,7 @@ References:
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Iterable, Sequence
 
@@ -20,13 +21,22 @@ from numpy.typing import NDArray
 
 from torchrec_neuroshard.access import AccessDistribution
 
-FEATURE_SET = "shard-v1"
+FEATURE_SET = "shard-v2"
 
-# Cache sizes at which the share of lookups that hit is computed. They bracket L1, L2 and L3 of CPUs and the
-# L2 of GPUs, and are the same for all hardware, so that features do not depend on it.
-CACHE_BYTES: tuple[int, ...] = (32 << 10, 512 << 10, 8 << 20, 40 << 20)
+# Cache sizes at which the share of lookups that hit is computed. They bracket L1, L2 and L3 of CPUs, what their
+# TLBs reach, and the L2 of GPUs; they are the same for all hardware, so that features do not depend on it.
+CACHE_BYTES: tuple[int, ...] = (32 << 10, 512 << 10, 2 << 20, 8 << 20, 40 << 20, 256 << 20)
+_MID_LEVEL = 3  # lookups beyond CACHE_BYTES[_MID_LEVEL - 1] have a work term of their own
 
 OPTIMIZERS: tuple[str, ...] = ("sgd", "rowwise_adagrad", "adagrad", "adam")
+
+KERNELS: tuple[str, ...] = ("fused", "dense")
+POOLINGS: tuple[str, ...] = ("sum", "none")
+DATA_TYPES: tuple[str, ...] = ("fp32", "fp16")
+
+# Code paths of the TBE: all shards of a group share (kernel, pooling, optimizer, data type), and work costs
+# differently in each.
+REGIMES: tuple[str, ...] = tuple(map("/".join, itertools.product(KERNELS, POOLINGS, OPTIMIZERS, DATA_TYPES)))
 
 # Work terms of a shard, all additive over the shards of a group. "level" terms split the bytes looked up by
 # the smallest cache that holds them.
@@ -34,11 +44,9 @@ WORK_TERMS: tuple[str, ...] = (
     "features",
     "bags",
     "lookups",
-    "bytes_level_0",
-    "bytes_level_1",
-    "bytes_level_2",
-    "bytes_level_3",
+    *(f"bytes_level_{level}" for level in range(len(CACHE_BYTES))),
     "bytes_memory",
+    "lookups_beyond_mid_level",
     "lookups_memory",
     "output_bytes",
     "unique_rows",
@@ -46,6 +54,7 @@ WORK_TERMS: tuple[str, ...] = (
     "stateful_lookups",
     "stateful_unique_rows",
     "weighted_lookups",
+    "dense_bytes",
 )
 
 FEATURES: tuple[str, ...] = (
@@ -62,6 +71,8 @@ FEATURES: tuple[str, ...] = (
     *(f"hit_{size >> 10}k" for size in CACHE_BYTES),
     "fp16",
     "weighted",
+    "dense",
+    "unpooled",
     *(f"optimizer_{name}" for name in OPTIMIZERS),
     "dim_multiple_of_8",
     "dim_multiple_of_16",
@@ -83,6 +94,8 @@ class ShardWork:
         weighted: per-sample weights are applied.
         optimizer: one of :data:`OPTIMIZERS`.
         access: distribution of the lookups over the rows.
+        kernel: one of :data:`KERNELS`; "dense" for data_parallel tables.
+        pooling: one of :data:`POOLINGS`; "none" for sequence embeddings.
     """
 
     rows: int
@@ -94,6 +107,14 @@ class ShardWork:
     weighted: bool
     optimizer: str
     access: AccessDistribution
+    kernel: str = "fused"
+    pooling: str = "sum"
+
+    @property
+    def regime(self) -> int:
+        """Index of the shard's code path in :data:`REGIMES`."""
+        data_type = "fp16" if self.element_bytes == 2 else "fp32"
+        return REGIMES.index("/".join((self.kernel, self.pooling, self.optimizer, data_type)))
 
 
 @dataclass(frozen=True)
@@ -103,25 +124,32 @@ class ShardFeatures:
     Attributes:
         work: [shards, len(WORK_TERMS)] additive work terms, in units (see :func:`shard_features`).
         features: [shards, len(FEATURES)] inputs of the neural models.
+        regime: [shards] indices into :data:`REGIMES`.
     """
 
     work: NDArray[np.float64]
     features: NDArray[np.float64]
+    regime: NDArray[np.int64]
 
     @classmethod
     def concatenate(cls, parts: Sequence[ShardFeatures]) -> ShardFeatures:
         """Stacks the shards of several sets."""
-        return cls(np.concatenate([p.work for p in parts]), np.concatenate([p.features for p in parts]))
+        return cls(
+            np.concatenate([part.work for part in parts]),
+            np.concatenate([part.features for part in parts]),
+            np.concatenate([part.regime for part in parts]),
+        )
 
 
 def shard_features(shards: Iterable[ShardWork]) -> ShardFeatures:
     """Computes work terms and features; counts are in units, bytes in bytes, logarithms to base 2."""
+    shards = list(shards)
+    if not shards:
+        return ShardFeatures(np.zeros((0, len(WORK_TERMS))), np.zeros((0, len(FEATURES))), np.zeros(0, np.int64))
     columns = [_scalars(shard) for shard in shards]
-    if not columns:
-        return ShardFeatures(np.zeros((0, len(WORK_TERMS))), np.zeros((0, len(FEATURES))))
     table = np.asarray([scalars for scalars, _ in columns])
     hits = np.asarray([hit for _, hit in columns])  # [shards, cache sizes], rising
-    rows, dim, bags, lookups, unique, element_bytes, weighted, optimizer, batch, num_features = table.T
+    rows, dim, bags, lookups, unique, element_bytes, weighted, optimizer, batch, num_features, dense, unpooled = table.T
 
     row_bytes = dim * element_bytes
     looked_up = lookups * row_bytes
@@ -134,13 +162,15 @@ def shard_features(shards: Iterable[ShardWork]) -> ShardFeatures:
             bags,
             lookups,
             *(levels * looked_up[:, None]).T,
+            lookups * levels[:, _MID_LEVEL:].sum(axis=1),
             lookups * levels[:, -1],
-            bags * dim * 4.0,
+            np.where(unpooled > 0, lookups, bags) * dim * 4.0,
             unique,
             unique * row_bytes,
             lookups * stateful,
             unique * stateful,
             lookups * weighted,
+            dense * rows * row_bytes,
         ]
     )
     features = np.column_stack(
@@ -158,13 +188,16 @@ def shard_features(shards: Iterable[ShardWork]) -> ShardFeatures:
             hits,
             element_bytes == 2,
             weighted,
+            dense,
+            unpooled,
             *(optimizer == index for index in range(len(OPTIMIZERS))),
             dim % 8 == 0,
             dim % 16 == 0,
             dim % 32 == 0,
         ]
     )
-    return ShardFeatures(work, features.astype(np.float64))
+    regime = np.asarray([shard.regime for shard in shards], dtype=np.int64)
+    return ShardFeatures(work, features.astype(np.float64), regime)
 
 
 def _scalars(shard: ShardWork) -> tuple[tuple[float, ...], list[float]]:
@@ -184,6 +217,8 @@ def _scalars(shard: ShardWork) -> tuple[tuple[float, ...], list[float]]:
         float(OPTIMIZERS.index(shard.optimizer)),
         float(shard.batch_size),
         float(shard.num_features),
+        float(shard.kernel == "dense"),
+        float(shard.pooling == "none"),
     )
     return scalars, hits
 

@@ -17,12 +17,18 @@ from torchrec_neuroshard.costs.prior import GroupPrior
 
 WEIGHTED_DIM = 32  # embedding averaged with the shards' prior costs as weights
 PLAIN_DIM = 16  # embedding averaged with equal weights
-_WORK = len(WORK_TERMS)
-_HEAD_INPUT = 3 + 2 * _WORK + _WORK + WEIGHTED_DIM + PLAIN_DIM
-
-# Layout of z: total work | shards | sum of weights | for each net: weighted embedding | plain embedding
-COMMON_DIM = _WORK + 2
 EMBEDDING_DIM = WEIGHTED_DIM + PLAIN_DIM
+
+# Layout of z: ms of each work term, forward and backward | launch ms, forward and backward | total work | shards
+# | for each net: weighted embedding, plain embedding
+_WORK = len(WORK_TERMS)
+_TERM_MS = slice(0, 2 * _WORK)
+_LAUNCH = slice(2 * _WORK, 2 * _WORK + 2)
+_TOTAL_WORK = slice(2 * _WORK + 2, 3 * _WORK + 2)
+_COUNT = slice(3 * _WORK + 2, 3 * _WORK + 3)
+COMMON_DIM = 3 * _WORK + 3
+
+_HEAD_INPUT = 3 + 2 * _WORK + _WORK + EMBEDDING_DIM
 
 
 def zero_linear(inputs: int, outputs: int) -> nn.Linear:
@@ -80,20 +86,35 @@ class GroupNet(nn.Module):
         return ratio
 
 
-def common_input(common: torch.Tensor, launch_ms: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+def common_contributions(prior: GroupPrior, shards: ShardFeatures) -> NDArray[np.float64]:
+    """The part of each shard's contribution that needs no network, [shards, COMMON_DIM]."""
+    term_ms = prior.term_ms(shards.work, shards.regime).transpose(0, 2, 1).reshape(len(shards.work), 2 * _WORK)
+    count = np.ones((len(shards.work), 1))
+    return np.concatenate([term_ms, prior.launch_ms(shards.regime), shards.work, count], axis=1)
+
+
+def prior_ms(common: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Prior forward and backward ms, [groups, 2], from sums of :func:`common_contributions`."""
+    terms = common[:, _TERM_MS].reshape(len(common), 2, _WORK).sum(axis=2)
+    return terms + common[:, _LAUNCH] / np.maximum(common[:, _COUNT], 1.0)
+
+
+def shard_weights(common: torch.Tensor) -> torch.Tensor:
+    """Weight of each shard in its group's weighted embedding: its prior cost without the launch, [shards, 1]."""
+    return common[:, _TERM_MS].sum(dim=1, keepdim=True)
+
+
+def common_input(common: torch.Tensor) -> torch.Tensor:
     """The head inputs that need no embedding: magnitudes, and the share of each work term in the prior.
 
     Args:
-        common: [groups, COMMON_DIM] total work, number of shards, sum of weights.
-        launch_ms: [2] the prior's launch cost.
-        coefficients: [work terms, 2] the prior's coefficients.
+        common: [groups, COMMON_DIM] sums of :func:`common_contributions`.
     """
-    work, count = common[:, :_WORK], common[:, _WORK : _WORK + 1]
-    shares = work[:, :, None] * coefficients  # [groups, work terms, 2]
-    prior = launch_ms + shares.sum(dim=1)
-    return torch.cat(
-        [prior.log(), count.clamp_min(1.0).log(), (shares / prior[:, None, :]).flatten(1), (work + 1.0).log()], dim=1
-    )
+    count = common[:, _COUNT].clamp_min(1.0)
+    terms = common[:, _TERM_MS].unflatten(1, (2, _WORK))
+    prior = (common[:, _LAUNCH] / count + terms.sum(dim=2)).clamp_min(1e-9)
+    shares = terms / prior[:, :, None]
+    return torch.cat([prior.log(), count.log(), shares.flatten(1), (common[:, _TOTAL_WORK] + 1.0).log()], dim=1)
 
 
 def embedding_input(common: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
@@ -103,11 +124,8 @@ def embedding_input(common: torch.Tensor, embedding: torch.Tensor) -> torch.Tens
         common: [groups, COMMON_DIM] as in :func:`common_input`.
         embedding: [..., groups, EMBEDDING_DIM] weighted and plain sums.
     """
-    count, weight = common[:, _WORK : _WORK + 1], common[:, _WORK + 1 : _WORK + 2]
-    return torch.cat(
-        [embedding[..., :WEIGHTED_DIM] / weight.clamp_min(1e-12), embedding[..., WEIGHTED_DIM:] / count.clamp_min(1.0)],
-        dim=-1,
-    )
+    count, weight = common[:, _COUNT].clamp_min(1.0), shard_weights(common).clamp_min(1e-12)
+    return torch.cat([embedding[..., :WEIGHTED_DIM] / weight, embedding[..., WEIGHTED_DIM:] / count], dim=-1)
 
 
 class GroupCostModel:
@@ -121,8 +139,6 @@ class GroupCostModel:
     def __init__(self, prior: GroupPrior, nets: tuple[GroupNet, ...] = ()) -> None:
         self.prior = prior
         self.nets = nets
-        self._launch = torch.as_tensor(prior.launch_ms, dtype=torch.float64)
-        self._coefficients = torch.as_tensor(prior.coefficients, dtype=torch.float64)
         for net in nets:
             net.eval()
         self._heads = _StackedHeads(nets) if nets else None
@@ -134,8 +150,9 @@ class GroupCostModel:
 
     def contributions(self, shards: ShardFeatures) -> NDArray[np.float64]:
         """What each shard adds to its group's sum, [shards, z_dim]."""
-        weight = shards.work @ self.prior.coefficients.sum(axis=1, keepdims=True)
-        blocks = [shards.work, np.ones_like(weight), weight]
+        common = common_contributions(self.prior, shards)
+        blocks = [common]
+        weight = shard_weights(torch.as_tensor(common)).numpy()
         features = torch.as_tensor(shards.features, dtype=torch.float32)
         with torch.inference_mode():
             for net in self.nets:
@@ -148,16 +165,16 @@ class GroupCostModel:
 
         A group without shards costs nothing.
         """
-        cost = self.prior.predict(z[:, :_WORK])
+        cost = prior_ms(z[:, :COMMON_DIM])
         if self._heads is not None:
             cost = cost * np.exp(self._residual(self._heads, torch.as_tensor(z)))
-        return np.where(z[:, _WORK : _WORK + 1] > 0.5, cost, 0.0)
+        return np.where(z[:, _COUNT] > 0.5, cost, 0.0)
 
     @torch.inference_mode()
     def _residual(self, heads: _StackedHeads, z: torch.Tensor) -> NDArray[np.float64]:
         """[groups, 2] mean over the nets."""
         common = z[:, :COMMON_DIM]
-        shared = common_input(common, self._launch, self._coefficients)
+        shared = common_input(common)
         embeddings = z[:, COMMON_DIM:].reshape(len(z), len(self.nets), EMBEDDING_DIM).transpose(0, 1)
         return heads.mean_residual(shared, embedding_input(common, embeddings)).double().numpy()
 

@@ -7,8 +7,10 @@ into an attainable rate are stated once, below.
 
 from __future__ import annotations
 
+import platform
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -63,12 +65,15 @@ class HardwareSpec:
                 "bytes_level_0": (cached, 0.0),
                 "bytes_level_1": (cached, 0.0),
                 "bytes_level_2": (cached, 0.0),
-                "bytes_level_3": (cached if self.device == "cuda" else gather, 0.0),
+                "bytes_level_3": (cached, 0.0),
+                "bytes_level_4": (cached if self.device == "cuda" else gather, 0.0),
+                "bytes_level_5": (gather, 0.0),
                 "bytes_memory": (gather, 0.0),
                 "output_bytes": (gather, gather),
                 "unique_bytes": (0.0, 2.0 * update),  # read and write of each touched row
                 "stateful_unique_rows": (0.0, 32.0 * update),  # one sector of optimizer state
                 "weighted_lookups": (4.0 * gather, 4.0 * gather),
+                "dense_bytes": (0.0, 2.0 * gather + 2.0 * update),  # gradient zeroed and read, weights read and written
             },
         )
 
@@ -111,3 +116,22 @@ def detect_hardware(device: str) -> str:
         if spec.device == "cuda" and re.search(spec.pattern, name):
             return key
     return "generic_gpu"
+
+
+def machine_name(device: str) -> str:
+    """Name of this machine's device as records and shipped models carry it, for example "amd_epyc".
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+    text = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else cpu_model()
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
+
+
+def cpu_model() -> str:
+    """The processor's own name, for example "AMD EPYC"."""
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return match.group(1).strip() if match else platform.processor() or platform.machine()

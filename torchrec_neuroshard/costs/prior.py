@@ -1,7 +1,8 @@
 """Analytic prior of a fused group: a non-negative combination of its work terms plus a launch cost.
 
-The same form serves measured machines (coefficients fitted by non-negative least squares on relative error)
-and machines known only by their data sheet (coefficients from bandwidths, :mod:`.hardware`).
+The same form serves measured machines (coefficients fitted by non-negative least squares on relative error, for
+each code path of the TBE) and machines known only by their data sheet (coefficients from bandwidths,
+:mod:`.hardware`, the same for all code paths).
 """
 
 from __future__ import annotations
@@ -12,47 +13,36 @@ from typing import Any, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrec_neuroshard.costs.features import WORK_TERMS
+from torchrec_neuroshard.costs.features import REGIMES, WORK_TERMS
 
 PASSES = ("forward", "backward")
+_MINIMUM_RECORDS = 60  # of one code path, below which the fit to all records serves it
+_ANY = "any"  # code paths that have no coefficients of their own
 
 
 @dataclass(frozen=True)
-class GroupPrior:
-    """Coefficients of the prior.
+class Coefficients:
+    """What work costs on one code path.
 
     Attributes:
         launch_ms: [2] fixed cost of a group's forward and backward, in ms.
-        coefficients: [len(WORK_TERMS), 2] ms per unit of each work term.
+        terms: [len(WORK_TERMS), 2] ms per unit of each work term.
     """
 
     launch_ms: NDArray[np.float64]
-    coefficients: NDArray[np.float64]
+    terms: NDArray[np.float64]
 
     def __post_init__(self) -> None:
-        if self.launch_ms.shape != (2,) or self.coefficients.shape != (len(WORK_TERMS), 2):
-            raise ValueError(f"wrong shapes: {self.launch_ms.shape}, {self.coefficients.shape}")
-        if not (np.isfinite(self.launch_ms).all() and np.isfinite(self.coefficients).all()):
+        if self.launch_ms.shape != (2,) or self.terms.shape != (len(WORK_TERMS), 2):
+            raise ValueError(f"wrong shapes: {self.launch_ms.shape}, {self.terms.shape}")
+        if not (np.isfinite(self.launch_ms).all() and np.isfinite(self.terms).all()):
             raise ValueError("launch costs and coefficients must be finite")
-        if (self.launch_ms <= 0).any() or (self.coefficients < 0).any():
+        if (self.launch_ms <= 0).any() or (self.terms < 0).any():
             raise ValueError("launch costs must be positive and coefficients must not be negative")
 
-    def predict(self, work: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Forward and backward ms, [..., 2], of groups with total work [..., len(WORK_TERMS)]."""
-        return self.launch_ms + work @ self.coefficients
-
     @classmethod
-    def from_terms(cls, launch_ms: tuple[float, float], terms: Mapping[str, tuple[float, float]]) -> GroupPrior:
-        """Builds a prior from named (forward, backward) coefficients; terms not named cost nothing."""
-        unknown = set(terms) - set(WORK_TERMS)
-        if unknown:
-            raise ValueError(f"unknown work terms: {sorted(unknown)}")
-        coefficients = np.asarray([terms.get(name, (0.0, 0.0)) for name in WORK_TERMS], dtype=np.float64)
-        return cls(np.asarray(launch_ms, dtype=np.float64), coefficients)
-
-    @classmethod
-    def fit(cls, work: NDArray[np.float64], measured_ms: NDArray[np.float64]) -> GroupPrior:
-        """Fits the coefficients to measured groups, minimising squared *relative* error.
+    def fit(cls, work: NDArray[np.float64], measured_ms: NDArray[np.float64]) -> Coefficients:
+        """Minimises squared relative error.
 
         Args:
             work: [groups, len(WORK_TERMS)] total work of each group.
@@ -60,7 +50,7 @@ class GroupPrior:
         """
         from scipy.optimize import nnls
 
-        launch, coefficients = np.zeros(2), np.zeros((len(WORK_TERMS), 2))
+        launch, terms = np.zeros(2), np.zeros((len(WORK_TERMS), 2))
         design = np.column_stack([np.ones(len(work)), work])
         scale = design.mean(axis=0)
         scale[scale == 0] = 1.0
@@ -68,20 +58,89 @@ class GroupPrior:
             solution, _ = nnls(design / scale / measured_ms[:, index : index + 1], np.ones(len(work)))
             solution = solution / scale
             launch[index] = max(float(solution[0]), 0.5 * float(measured_ms[:, index].min()))
-            coefficients[:, index] = solution[1:]
-        return cls(launch, coefficients)
+            terms[:, index] = solution[1:]
+        return cls(launch, terms)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; :meth:`from_json` reads it back."""
         return {
             "launch_ms": self.launch_ms.tolist(),
-            "terms": {name: row.tolist() for name, row in zip(WORK_TERMS, self.coefficients)},
+            "terms": {name: row.tolist() for name, row in zip(WORK_TERMS, self.terms)},
         }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Coefficients:
+        """Reads what :meth:`to_json` wrote."""
+        terms = {name: (float(row[0]), float(row[1])) for name, row in record["terms"].items()}
+        return cls.named((float(record["launch_ms"][0]), float(record["launch_ms"][1])), terms)
+
+    @classmethod
+    def named(cls, launch_ms: tuple[float, float], terms: Mapping[str, tuple[float, float]]) -> Coefficients:
+        """From named (forward, backward) coefficients; terms not named cost nothing."""
+        unknown = set(terms) - set(WORK_TERMS)
+        if unknown:
+            raise ValueError(f"unknown work terms: {sorted(unknown)}")
+        rows = np.asarray([terms.get(name, (0.0, 0.0)) for name in WORK_TERMS], dtype=np.float64)
+        return cls(np.asarray(launch_ms, dtype=np.float64), rows)
+
+
+class GroupPrior:
+    """The prior of all code paths.
+
+    Args:
+        paths: coefficients by name of the code path (:data:`~torchrec_neuroshard.costs.features.REGIMES`); "any"
+            serves those that are not named.
+    """
+
+    def __init__(self, paths: Mapping[str, Coefficients]) -> None:
+        unknown = set(paths) - {_ANY, *REGIMES}
+        if unknown or _ANY not in paths:
+            raise ValueError(f"code paths must be of {REGIMES} and hold {_ANY!r}, got {sorted(paths)}")
+        self.paths = dict(paths)
+        of_regime = [paths.get(regime, paths[_ANY]) for regime in REGIMES]
+        self._launch_ms = np.stack([path.launch_ms for path in of_regime])  # [regimes, 2]
+        self._terms = np.stack([path.terms for path in of_regime])  # [regimes, terms, 2]
+
+    def launch_ms(self, regime: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[n, 2] launch cost of groups of code paths ``regime`` [n]."""
+        return self._launch_ms[regime]
+
+    def term_ms(self, work: NDArray[np.float64], regime: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[n, terms, 2] ms that each term of ``work`` [n, terms] costs on code paths ``regime`` [n]."""
+        return work[:, :, None] * self._terms[regime]
+
+    def predict(self, work: NDArray[np.float64], regime: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Forward and backward ms, [groups, 2], of groups with total work [groups, terms] and regime [groups]."""
+        return self.launch_ms(regime) + self.term_ms(work, regime).sum(axis=1)
+
+    @classmethod
+    def from_terms(cls, launch_ms: tuple[float, float], terms: Mapping[str, tuple[float, float]]) -> GroupPrior:
+        """The same named coefficients for all code paths."""
+        return cls({_ANY: Coefficients.named(launch_ms, terms)})
+
+    @classmethod
+    def fit(
+        cls, work: NDArray[np.float64], regime: NDArray[np.int64], measured_ms: NDArray[np.float64]
+    ) -> GroupPrior:
+        """Fits each code path that has enough records, and one set of coefficients to all records.
+
+        Args:
+            work: [groups, len(WORK_TERMS)] total work of each group.
+            regime: [groups] code path of each group.
+            measured_ms: [groups, 2] measured forward and backward.
+        """
+        paths = {_ANY: Coefficients.fit(work, measured_ms)}
+        for index in np.unique(regime).tolist():
+            members = regime == index
+            if members.sum() >= _MINIMUM_RECORDS:
+                paths[REGIMES[index]] = Coefficients.fit(work[members], measured_ms[members])
+        return cls(paths)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; :meth:`from_json` reads it back."""
+        return {name: path.to_json() for name, path in self.paths.items()}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> GroupPrior:
         """Reads what :meth:`to_json` wrote."""
-        return cls.from_terms(
-            (float(record["launch_ms"][0]), float(record["launch_ms"][1])),
-            {name: (float(row[0]), float(row[1])) for name, row in record["terms"].items()},
-        )
+        return cls({name: Coefficients.from_json(path) for name, path in record.items()})

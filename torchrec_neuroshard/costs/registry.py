@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
+from torchrec_neuroshard.costs.hardware import machine_name
 from torchrec_neuroshard.costs.model import CostModel, CostModelError, shipped_models
 
 logger = logging.getLogger(__name__)
@@ -20,8 +21,8 @@ def resolve_cost_model(spec: str | os.PathLike[str] | CostModel, device: str, ha
         device: "cuda" or "cpu".
         hardware: name of the hardware that plans are made for.
 
-    ``"auto"`` takes the shipped model of this hardware; on CPU, else the shipped CPU model, since CPU cores
-    rank tables alike; else the analytic prior, and says so once.
+    ``"auto"`` takes the shipped model of this hardware; on CPU, that of this machine's processor, else the shipped
+    CPU model, since CPU cores rank tables alike; else the analytic prior, and says so once.
 
     Raises:
         CostModelError: the named model does not exist or cannot be loaded.
@@ -38,8 +39,10 @@ def resolve_cost_model(spec: str | os.PathLike[str] | CostModel, device: str, ha
     names = shipped_models()
     if hardware in names:
         return CostModel.load(hardware)
-    if device == "cpu" and "cpu" in names:
-        return CostModel.load("cpu")
+    if device == "cpu":
+        for name in (machine_name("cpu"), "cpu"):
+            if name in names:
+                return CostModel.load(name)
     if hardware not in _warned:
         _warned.add(hardware)
         logger.warning(

@@ -96,6 +96,7 @@ def collect_groups(
                 "lookups": round(timing.lookups, 1),
                 "batches": timing.batches,
                 "disturbance": round(disturbance, 3),
+                "probe_ms": round(probe.usual_ms, 4),
                 "seconds": round(time.monotonic() - started, 2),
             }
         )

@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import torch
 
+from torchrec_neuroshard.costs.hardware import cpu_model, machine_name
+
 
 @cache
 def hardware_fingerprint(device_type: str) -> dict[str, Any]:
@@ -22,7 +24,7 @@ def hardware_fingerprint(device_type: str) -> dict[str, Any]:
         device_type: "cpu" or "cuda".
     """
     host: dict[str, Any] = {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "caches": _cpu_caches(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
@@ -31,7 +33,7 @@ def hardware_fingerprint(device_type: str) -> dict[str, Any]:
     if device_type == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return {
-            "name": _slug(properties.name),
+            "name": machine_name("cuda"),
             "device": "cuda",
             "gpu": properties.name,
             "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
@@ -39,7 +41,7 @@ def hardware_fingerprint(device_type: str) -> dict[str, Any]:
             "multiprocessors": properties.multi_processor_count,
             **host,
         }
-    return {"name": _slug(host["cpu"]), "device": "cpu", **host}
+    return {"name": machine_name("cpu"), "device": "cpu", **host}
 
 
 @cache
@@ -52,18 +54,6 @@ def software_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
-
-
-def _cpu_model() -> str:
-    try:
-        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        match = None
-    return match.group(1).strip() if match else platform.processor() or platform.machine()
 
 
 def _cpu_caches() -> dict[str, str]:

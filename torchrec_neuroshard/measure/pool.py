@@ -15,6 +15,7 @@ import json
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Sequence
 
 import numpy as np
 
@@ -50,10 +51,14 @@ class WorkCap:
 
 # (probability, cap): most records are cheap; the rest test extrapolation to heavier groups.
 WORK_CAPS: tuple[tuple[float, WorkCap], ...] = (
-    (0.75, WorkCap(60.0, 400 << 20)),
-    (0.20, WorkCap(200.0, 1 << 30)),
-    (0.05, WorkCap(500.0, 2 << 30)),
+    (0.75, WorkCap(40.0, 300 << 20)),
+    (0.20, WorkCap(120.0, 1 << 30)),
+    (0.05, WorkCap(400.0, 2 << 30)),
 )
+
+RANK_LIKE_CAP = WorkCap(60.0, 1 << 30)
+_RANK_LIKE_SHARE = 0.25
+_DENSE_ROUNDS = 4.0  # dense kernel: gradient zeroed and written, weights read and written
 
 
 @cache
@@ -72,17 +77,21 @@ def base_tables() -> tuple[BaseTable, ...]:
 def sample_group(seed: int, index: int) -> GroupSpec:
     """The ``index``-th group of the sample with this seed; any prefix of the sequence covers the space.
 
-    About 15 % of the groups are made of held-out base tables only, the others of training tables only.
+    About 15 % of the groups are made of held-out base tables only, the others of training tables only. A quarter
+    look like one rank's share of a recommendation model (:func:`_rank_like`); the others cover the whole space.
     """
     rng = np.random.default_rng([seed, index])
     held_out = rng.random() < 0.15
     bases = [base for base in base_tables() if base.held_out == held_out]
+    if rng.random() < _RANK_LIKE_SHARE:
+        return _rank_like(bases, rng)
     cap = WORK_CAPS[int(rng.choice(len(WORK_CAPS), p=[share for share, _ in WORK_CAPS]))][1]
     batch_size = int(2 ** rng.triangular(6, 11, 16))
     if rng.random() < 0.6:
         batch_size = 2 ** int(round(np.log2(batch_size)))
+    kind = str(rng.choice(("pooled", "unpooled", "dense"), p=(0.84, 0.09, 0.07)))
     count = int(round(2 ** rng.uniform(0, 8)))
-    common_dim = _sample_dim(rng) if rng.random() < 0.3 else None
+    common_dim = _sample_dim(rng) if kind == "unpooled" or rng.random() < 0.3 else None
     common_zipf = float(rng.uniform(0.0, 1.3)) if rng.random() < 0.25 else None
     pooling_scale = float(2 ** rng.normal(0.0, 0.7))
     shards = tuple(_augment(bases[int(rng.integers(len(bases)))], common_dim, common_zipf, pooling_scale, rng)
@@ -90,14 +99,38 @@ def sample_group(seed: int, index: int) -> GroupSpec:
     spec = GroupSpec(
         batch_size=batch_size,
         shards=shards,
-        optimizer="sgd" if rng.random() < 0.55 else "rowwise_adagrad",
-        data_type="fp16" if rng.random() < 0.07 else "fp32",
-        weighted=bool(rng.random() < 0.1),
+        optimizer=str(rng.choice(("sgd", "rowwise_adagrad", "adagrad"), p=(0.45, 0.35, 0.2))),
+        data_type="fp16" if rng.random() < 0.14 else "fp32",
+        weighted=bool(kind != "unpooled" and rng.random() < 0.14),
         fixed_length=bool(rng.random() < 0.3),
         seed=int(rng.integers(2**31)),
+        kernel="dense" if kind == "dense" else "fused",
+        pooling="none" if kind == "unpooled" else "sum",
     )
     # Half of the heavy groups give up batch for more shards, half the reverse.
     return _shrink(spec, cap, batch_floor=512 if rng.random() < 0.5 else 1 << 20)
+
+
+def _rank_like(bases: Sequence[BaseTable], rng: np.random.Generator) -> GroupSpec:
+    """A group as a plan builds it: few to some dozen tables, skewed pooling, columns of some tables split."""
+    shards = []
+    model_zipf = float(rng.uniform(0.2, 1.1)) if rng.random() < 0.3 else None
+    for _ in range(int(round(2 ** rng.uniform(0, 4.6)))):
+        base = bases[int(rng.integers(len(bases)))]
+        dim = int(rng.choice((16, 32, 64, 96, 128)))
+        if rng.random() < 0.3:
+            dim = max(4, 4 * int(round(dim * rng.uniform(0.2, 0.9) / 4)))
+        pooling = float(np.clip(5.0 * np.exp(rng.normal(0.0, 1.5)), 0.1, 200.0))
+        rows = float(np.clip(base.num_embeddings * 2 ** rng.uniform(-2.0, 2.0), 1e3, 3e6))
+        zipf = float(rng.uniform(0.0, 1.2)) if model_zipf is None else model_zipf
+        shards.append(ShardSpec(int(rows), dim, round(pooling, 3), zipf=round(zipf, 3), base=base.id))
+    spec = GroupSpec(
+        batch_size=int(2 ** rng.integers(9, 14)),
+        shards=tuple(shards),
+        optimizer="sgd" if rng.random() < 0.7 else "rowwise_adagrad",
+        seed=int(rng.integers(2**31)),
+    )
+    return _shrink(spec, RANK_LIKE_CAP, batch_floor=512 if rng.random() < 0.3 else 1 << 20)
 
 
 def is_held_out(spec: GroupSpec) -> bool:
@@ -128,10 +161,13 @@ def sample_collective(seed: int, index: int, world_size: int) -> CollectiveSpec:
 def estimated_iteration_ms(spec: GroupSpec) -> float:
     """A rough forward-plus-backward time on one CPU core, only to keep records within their cap."""
     nanoseconds = 5e5
+    if spec.kernel == "dense":
+        nanoseconds += _DENSE_ROUNDS * spec.weight_bytes / 4.0
     for shard in spec.shards:
         per_column = 4.0 if shard.rows * shard.dim * 4 > 32 << 20 else 1.2
         nanoseconds += spec.batch_size * shard.pooling_factor * (50 + per_column * shard.dim)
-        nanoseconds += spec.batch_size * shard.num_features * (40 + shard.dim)
+        outputs = shard.num_features if spec.pooling == "sum" else 3.0 * shard.pooling_factor
+        nanoseconds += spec.batch_size * outputs * (40 + shard.dim)
     return nanoseconds / 1e6
 
 
@@ -171,12 +207,15 @@ def _shrink(spec: GroupSpec, cap: WorkCap, batch_floor: int) -> GroupSpec:
     """Shrinks the batch (down to batch_floor), then drops shards, then rows, until the group fits its cap."""
     while spec.batch_size >= 2 * batch_floor and estimated_iteration_ms(spec) > cap.iteration_ms:
         spec = replace(spec, batch_size=spec.batch_size // 2)
+    weight_bytes = cap.weight_bytes // 4 if spec.kernel == "dense" else cap.weight_bytes
+    while spec.kernel == "dense" and len(spec.shards) > 1 and spec.weight_bytes > weight_bytes:
+        spec = replace(spec, shards=spec.shards[: max(1, int(len(spec.shards) * 0.85))])
     while len(spec.shards) > 1 and estimated_iteration_ms(spec) > cap.iteration_ms:
         keep = max(1, int(len(spec.shards) * 0.85))
         spec = replace(spec, shards=spec.shards[:keep])
     while spec.batch_size > 64 and estimated_iteration_ms(spec) > cap.iteration_ms:
         spec = replace(spec, batch_size=max(64, spec.batch_size // 2))
-    while spec.weight_bytes > cap.weight_bytes:
+    while spec.weight_bytes > weight_bytes:
         largest = max(range(len(spec.shards)), key=lambda i: spec.shards[i].rows * spec.shards[i].dim)
         shards = list(spec.shards)
         shards[largest] = replace(shards[largest], rows=max(10, shards[largest].rows // 2))

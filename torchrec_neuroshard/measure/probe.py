@@ -19,7 +19,7 @@ from torchrec_neuroshard.measure.timing import stopwatch
 DISTURBED = 1.8  # disturbance from which a measurement is not to be trusted
 
 _ROWS, _DIM, _LOOKUPS, _REPETITIONS = 1 << 19, 128, 8192, 3
-_HISTORY, _MINIMUM_HISTORY = 400, 20
+_HISTORY, _MINIMUM_HISTORY = 200, 20
 _ATTEMPTS, _PAUSE_SECONDS = 4, 2.0
 
 Result = TypeVar("Result")
@@ -41,11 +41,16 @@ class DisturbanceProbe:
         for _ in range(_MINIMUM_HISTORY):
             self._history.append(self._time())
 
+    @property
+    def usual_ms(self) -> float:
+        """Time that the probe usually takes: the median of the recent past. It drifts as the machine does."""
+        return float(np.median(self._history))
+
     def disturbance(self) -> float:
-        """Time of the probe now over its usual time (the median of the recent past)."""
+        """Time of the probe now over its usual time."""
         now = self._time()
         self._history.append(now)
-        return now / float(np.median(self._history))
+        return now / self.usual_ms
 
     def undisturbed(self, measure: Callable[[], Result]) -> tuple[Result, float]:
         """Measures, again after a pause while the machine is disturbed, a few times at most.

@@ -11,7 +11,16 @@ from torchrec_neuroshard.access import AccessDistribution
 
 OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 DATA_TYPES = {"fp32": 4, "fp16": 2}  # name -> bytes per element
+KERNELS = ("fused", "dense")  # TBE with the optimizer fused in; TBE with a dense gradient, then an optimizer step
+POOLINGS = ("sum", "none")  # bags summed to one row; every row looked up returned (sequence embeddings)
 COLLECTIVES = ("all_to_all",)
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "optimizer": OPTIMIZERS,
+    "data_type": tuple(DATA_TYPES),
+    "kernel": KERNELS,
+    "pooling": POOLINGS,
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,8 @@ class GroupSpec:
         weighted: lookups carry per-sample weights.
         fixed_length: bags have (nearly) equal length instead of Poisson lengths.
         seed: seeds the synthetic batches.
+        kernel: one of :data:`KERNELS`; "dense" is what data_parallel tables run, on the batch of one rank.
+        pooling: one of :data:`POOLINGS`.
     """
 
     batch_size: int
@@ -69,14 +80,17 @@ class GroupSpec:
     weighted: bool = False
     fixed_length: bool = False
     seed: int = 0
+    kernel: str = "fused"
+    pooling: str = "sum"
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be positive, got {self.batch_size}")
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer must be one of {OPTIMIZERS}, got {self.optimizer!r}")
-        if self.data_type not in DATA_TYPES:
-            raise ValueError(f"data_type must be one of {tuple(DATA_TYPES)}, got {self.data_type!r}")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        if self.pooling == "none" and (len({shard.dim for shard in self.shards}) > 1 or self.kernel == "dense"):
+            raise ValueError("FBGEMM returns unpooled rows only from its fused TBE, and only for tables of one dim")
         for shard in self.shards:
             if shard.rows < 1 or shard.dim < 4 or shard.dim % 4 or shard.pooling_factor < 0 or shard.num_features < 1:
                 raise ValueError(f"FBGEMM cannot run this shard (dims are multiples of 4): {shard}")
@@ -94,6 +108,9 @@ class GroupSpec:
     def to_json(self) -> dict[str, Any]:
         """A JSON object; :meth:`from_json` reads it back."""
         record = asdict(self)
+        for name in ("kernel", "pooling"):  # left out at its default, so that ids of older records stand
+            if record[name] == _CHOICES[name][0]:
+                del record[name]
         record["shards"] = [
             {k: v for k, v in asdict(shard).items() if v is not None and not (k == "num_features" and v == 1)}
             for shard in self.shards

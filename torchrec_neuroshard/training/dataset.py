@@ -51,6 +51,11 @@ class GroupData:
         """[groups, work terms] total work of each group."""
         return segment_sums(self.shards.work, self.group, len(self))
 
+    @property
+    def regime(self) -> NDArray[np.int64]:
+        """[groups] code path of each group."""
+        return self.shards.regime[np.searchsorted(self.group, np.arange(len(self)))]
+
 
 @dataclass(frozen=True)
 class GroupSplit:
@@ -74,6 +79,8 @@ def spec_features(spec: GroupSpec) -> ShardFeatures:
             weighted=spec.weighted,
             optimizer=spec.optimizer,
             access=shard.distribution(),
+            kernel=spec.kernel,
+            pooling=spec.pooling,
         )
         for shard in spec.shards
     )

@@ -16,8 +16,10 @@ from torchrec_neuroshard.costs.group_model import (
     WEIGHTED_DIM,
     GroupCostModel,
     GroupNet,
+    common_contributions,
     common_input,
     embedding_input,
+    shard_weights,
 )
 from torchrec_neuroshard.costs.prior import GroupPrior
 from torchrec_neuroshard.training.dataset import GroupData, GroupSplit
@@ -49,7 +51,7 @@ def train_group_model(
 ) -> GroupCostModel:
     """Fits the prior, then the residual networks; keeps each network's best epoch on validation groups."""
     config = config or TrainingConfig()
-    prior = GroupPrior.fit(split.train.work, split.train.measured_ms)
+    prior = GroupPrior.fit(split.train.work, split.train.regime, split.train.measured_ms)
     nets = tuple(_train_net(split, prior, config, config.seed + index, log) for index in range(config.nets))
     return GroupCostModel(prior, nets)
 
@@ -57,9 +59,8 @@ def train_group_model(
 @dataclass(frozen=True)
 class _Tensors:
     features: torch.Tensor
-    work: torch.Tensor
+    common: torch.Tensor
     weight: torch.Tensor
-    group: torch.Tensor
     log_target: torch.Tensor  # [groups, 3]: forward, backward, total
     log_prior: torch.Tensor  # [groups, 2]
     first: NDArray[np.int64]  # [groups + 1] first shard of each group
@@ -68,44 +69,28 @@ class _Tensors:
     def of(cls, data: GroupData, prior: GroupPrior) -> _Tensors:
         targets = np.column_stack([data.measured_ms, data.measured_ms.sum(axis=1)])
         first = np.searchsorted(data.group, np.arange(len(data) + 1))
+        common = torch.as_tensor(common_contributions(prior, data.shards))
         return cls(
             torch.as_tensor(data.shards.features, dtype=torch.float32),
-            torch.as_tensor(data.shards.work),
-            torch.as_tensor(data.shards.work @ prior.coefficients.sum(axis=1, keepdims=True)),
-            torch.as_tensor(data.group),
+            common,
+            shard_weights(common),
             torch.as_tensor(np.log(targets), dtype=torch.float32),
-            torch.as_tensor(np.log(prior.predict(data.work)), dtype=torch.float32),
+            torch.as_tensor(np.log(prior.predict(data.work, data.regime)), dtype=torch.float32),
             first.astype(np.int64),
         )
 
 
-def head_inputs(
-    net: GroupNet,
-    tensors: _Tensors,
-    groups: NDArray[np.int64],
-    launch_ms: torch.Tensor,
-    coefficients: torch.Tensor,
-) -> torch.Tensor:
+def head_inputs(net: GroupNet, tensors: _Tensors, groups: NDArray[np.int64]) -> torch.Tensor:
     """[groups, inputs] of the head, differentiable in the network's weights."""
     rows = np.concatenate([np.arange(tensors.first[g], tensors.first[g + 1]) for g in groups])
     owner = torch.as_tensor(np.repeat(np.arange(len(groups)), np.diff(tensors.first)[groups]))
     shard = torch.as_tensor(rows)
     embedded = net.embed_shards(tensors.features[shard]).double()
-    weight = tensors.weight[shard]
-    terms = torch.cat(
-        [
-            tensors.work[shard],
-            torch.ones_like(weight),
-            weight,
-            weight * embedded[:, :WEIGHTED_DIM],
-            embedded[:, WEIGHTED_DIM:],
-        ],
-        dim=1,
-    )
+    weighted = tensors.weight[shard] * embedded[:, :WEIGHTED_DIM]
+    terms = torch.cat([tensors.common[shard], weighted, embedded[:, WEIGHTED_DIM:]], dim=1)
     z = torch.zeros(len(groups), COMMON_DIM + EMBEDDING_DIM, dtype=torch.float64).index_add(0, owner, terms)
     common = z[:, :COMMON_DIM]
-    inputs = [common_input(common, launch_ms, coefficients), embedding_input(common, z[:, COMMON_DIM:])]
-    return torch.cat(inputs, dim=1).float()
+    return torch.cat([common_input(common), embedding_input(common, z[:, COMMON_DIM:])], dim=1).float()
 
 
 def _train_net(
@@ -114,9 +99,8 @@ def _train_net(
     generator = np.random.default_rng(seed)
     torch.manual_seed(seed)
     train, validation = _Tensors.of(split.train, prior), _Tensors.of(split.validation, prior)
-    launch, coefficients = torch.as_tensor(prior.launch_ms), torch.as_tensor(prior.coefficients)
     net = GroupNet()
-    _standardise(net, train, launch, coefficients)
+    _standardise(net, train)
     optimizer = torch.optim.AdamW(net.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     steps = max(1, len(split.train) // config.batch_groups)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -126,7 +110,7 @@ def _train_net(
     for epoch in range(config.epochs):
         net.train()
         for groups in np.array_split(generator.permutation(len(split.train)), steps):
-            loss = _loss(net, train, groups, launch, coefficients)
+            loss = _loss(net, train, groups)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -135,7 +119,7 @@ def _train_net(
         if epoch % 5 == 4 or epoch == config.epochs - 1:
             net.eval()
             with torch.inference_mode():
-                error = float(_loss(net, validation, np.arange(len(split.validation)), launch, coefficients))
+                error = float(_loss(net, validation, np.arange(len(split.validation))))
             if error < best_error:
                 best, best_error = copy.deepcopy(net.state_dict()), error
     net.load_state_dict(best)
@@ -147,11 +131,9 @@ def _loss(
     net: GroupNet,
     tensors: _Tensors,
     groups: NDArray[np.int64],
-    launch: torch.Tensor,
-    coefficients: torch.Tensor,
 ) -> torch.Tensor:
     """Mean absolute log error of the total (half the weight) and of both passes."""
-    residual = net.residual(head_inputs(net, tensors, groups, launch, coefficients))
+    residual = net.residual(head_inputs(net, tensors, groups))
     index = torch.as_tensor(groups)
     passes = tensors.log_prior[index] + residual
     predicted = torch.cat([passes, torch.logsumexp(passes, dim=1, keepdim=True)], dim=1)
@@ -164,12 +146,12 @@ def smooth_l1(error: torch.Tensor, beta: float = 0.03) -> torch.Tensor:
     return torch.where(error.abs() < beta, 0.5 * error**2 / beta, error.abs() - 0.5 * beta)
 
 
-def _standardise(net: GroupNet, train: _Tensors, launch: torch.Tensor, coefficients: torch.Tensor) -> None:
+def _standardise(net: GroupNet, train: _Tensors) -> None:
     features = train.features
     net.feature_mean.copy_(features.mean(dim=0))
     net.feature_scale.copy_(features.std(dim=0).clamp_min(1e-3))
     with torch.inference_mode():
-        inputs = head_inputs(net, train, np.arange(len(train.log_prior)), launch, coefficients)
+        inputs = head_inputs(net, train, np.arange(len(train.log_prior)))
         net.head_mean.copy_(inputs.mean(dim=0))
         net.head_scale.copy_(inputs.std(dim=0).clamp_min(1e-3))
     residual = train.log_target[:, :2] - train.log_prior
