@@ -80,6 +80,7 @@ def untrained_model(seed: int = 0) -> CostModel:
     model = CostModel.analytic("generic_cpu")
     net = GroupNet()
     torch.nn.init.normal_(net.head[-1].weight, std=0.05)  # type: ignore[arg-type]
+    torch.nn.init.normal_(net.correction.weight, std=0.05)
     model.groups = GroupCostModel(model.groups.prior, (net,))  # type: ignore[attr-defined]
     return model
 

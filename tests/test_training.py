@@ -83,15 +83,15 @@ def test_training_is_reproducible_and_depends_on_the_seed(records: list[dict[str
 
 def test_training_and_inference_compute_the_same(records: list[dict[str, Any]]) -> None:
     """The differentiable path that training uses, and the sums that the search keeps, give one prediction."""
-    from torchrec_neuroshard.training.train_groups import _Tensors, head_inputs
+    from torchrec_neuroshard.training.train_groups import _Tensors, log_predictions
 
     split = split_groups(records)
     model = train_group_model(split, TrainingConfig(nets=1, epochs=2), log=lambda _: None)
     tensors, net = _Tensors.of(split.test, model.prior), model.nets[0]
     with torch.inference_mode():
-        residual = net.residual(head_inputs(net, tensors, np.arange(len(split.test))))
-        residual = torch.maximum(torch.minimum(residual, net.residual_high), net.residual_low).double().numpy()
-    expected = model.prior.predict(split.test.work, split.test.regime) * np.exp(residual)
+        additive, inputs = log_predictions(net, tensors, np.arange(len(split.test)))
+        residual = torch.maximum(torch.minimum(net.residual(inputs), net.residual_high), net.residual_low)
+        expected = (additive + residual).double().exp().numpy()
     sums = segment_sums(model.contributions(split.test.shards), split.test.group, len(split.test))
     np.testing.assert_allclose(model.predict(sums), expected, rtol=1e-4)
 

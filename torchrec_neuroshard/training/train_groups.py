@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 
 from torchrec_neuroshard.costs.group_model import (
     COMMON_DIM,
-    EMBEDDING_DIM,
-    WEIGHTED_DIM,
+    NET_DIM,
+    PASSES,
     GroupCostModel,
     GroupNet,
     common_contributions,
     common_input,
-    embedding_input,
-    shard_weights,
+    net_input,
 )
 from torchrec_neuroshard.costs.prior import GroupPrior
 from torchrec_neuroshard.training.dataset import GroupData, GroupSplit
@@ -35,6 +34,8 @@ class TrainingConfig:
         batch_groups: groups per optimizer step.
         learning_rate: peak of a one-cycle schedule.
         weight_decay: AdamW's.
+        residual_penalty: weight of the squared residual in the loss: what single shards explain, the residual must
+            not, because a search exploits company that is only imagined.
         seed: seeds initial weights and the order of batches.
     """
 
@@ -43,6 +44,7 @@ class TrainingConfig:
     batch_groups: int = 128
     learning_rate: float = 4e-3
     weight_decay: float = 1e-2
+    residual_penalty: float = 0.3
     seed: int = 0
 
 
@@ -60,9 +62,7 @@ def train_group_model(
 class _Tensors:
     features: torch.Tensor
     common: torch.Tensor
-    weight: torch.Tensor
     log_target: torch.Tensor  # [groups, 3]: forward, backward, total
-    log_prior: torch.Tensor  # [groups, 2]
     first: NDArray[np.int64]  # [groups + 1] first shard of each group
 
     @classmethod
@@ -73,24 +73,26 @@ class _Tensors:
         return cls(
             torch.as_tensor(data.shards.features, dtype=torch.float32),
             common,
-            shard_weights(common),
             torch.as_tensor(np.log(targets), dtype=torch.float32),
-            torch.as_tensor(np.log(prior.predict(data.work, data.regime)), dtype=torch.float32),
             first.astype(np.int64),
         )
 
 
-def head_inputs(net: GroupNet, tensors: _Tensors, groups: NDArray[np.int64]) -> torch.Tensor:
-    """[groups, inputs] of the head, differentiable in the network's weights."""
+def log_predictions(net: GroupNet, tensors: _Tensors, groups: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logarithms of the additive part and the inputs of the head, differentiable in the network's weights.
+
+    Returns:
+        [groups, 2] log ms and [groups, inputs].
+    """
     rows = np.concatenate([np.arange(tensors.first[g], tensors.first[g + 1]) for g in groups])
     owner = torch.as_tensor(np.repeat(np.arange(len(groups)), np.diff(tensors.first)[groups]))
     shard = torch.as_tensor(rows)
-    embedded = net.embed_shards(tensors.features[shard]).double()
-    weighted = tensors.weight[shard] * embedded[:, :WEIGHTED_DIM]
-    terms = torch.cat([tensors.common[shard], weighted, embedded[:, WEIGHTED_DIM:]], dim=1)
-    z = torch.zeros(len(groups), COMMON_DIM + EMBEDDING_DIM, dtype=torch.float64).index_add(0, owner, terms)
+    shared = tensors.common[shard]
+    terms = torch.cat([shared, net.contributions(tensors.features[shard], shared)], dim=1)
+    z = torch.zeros(len(groups), COMMON_DIM + NET_DIM, dtype=torch.float64).index_add(0, owner, terms)
     common = z[:, :COMMON_DIM]
-    return torch.cat([common_input(common), embedding_input(common, z[:, COMMON_DIM:])], dim=1).float()
+    own = net_input(common, z[:, COMMON_DIM:])
+    return own[:, :PASSES].float(), torch.cat([common_input(common), own], dim=1).float()
 
 
 def _train_net(
@@ -110,7 +112,7 @@ def _train_net(
     for epoch in range(config.epochs):
         net.train()
         for groups in np.array_split(generator.permutation(len(split.train)), steps):
-            loss = _loss(net, train, groups)
+            loss = _loss(net, train, groups, config.residual_penalty)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -123,22 +125,20 @@ def _train_net(
             if error < best_error:
                 best, best_error = copy.deepcopy(net.state_dict()), error
     net.load_state_dict(best)
+    _clamp(net, train)
     log(f"net {seed}: validation loss {best_error:.4f} (mean absolute log error)")
     return net.eval()
 
 
-def _loss(
-    net: GroupNet,
-    tensors: _Tensors,
-    groups: NDArray[np.int64],
-) -> torch.Tensor:
-    """Mean absolute log error of the total (half the weight) and of both passes."""
-    residual = net.residual(head_inputs(net, tensors, groups))
+def _loss(net: GroupNet, tensors: _Tensors, groups: NDArray[np.int64], penalty: float = 0.0) -> torch.Tensor:
+    """Mean absolute log error of the total (half the weight) and of both passes, and the penalised residual."""
+    additive, inputs = log_predictions(net, tensors, groups)
     index = torch.as_tensor(groups)
-    passes = tensors.log_prior[index] + residual
+    residual = net.residual(inputs)
+    passes = additive + residual
     predicted = torch.cat([passes, torch.logsumexp(passes, dim=1, keepdim=True)], dim=1)
     errors = smooth_l1(predicted - tensors.log_target[index])
-    return (errors * torch.tensor([0.25, 0.25, 0.5])).sum(dim=1).mean()
+    return (errors * torch.tensor([0.25, 0.25, 0.5])).sum(dim=1).mean() + penalty * (residual**2).mean()
 
 
 def smooth_l1(error: torch.Tensor, beta: float = 0.03) -> torch.Tensor:
@@ -151,12 +151,15 @@ def _standardise(net: GroupNet, train: _Tensors) -> None:
     net.feature_mean.copy_(features.mean(dim=0))
     net.feature_scale.copy_(features.std(dim=0).clamp_min(1e-3))
     with torch.inference_mode():
-        inputs = head_inputs(net, train, np.arange(len(train.log_prior)))
+        _, inputs = log_predictions(net, train, np.arange(len(train.log_target)))
         net.head_mean.copy_(inputs.mean(dim=0))
         net.head_scale.copy_(inputs.std(dim=0).clamp_min(1e-3))
-    residual = train.log_target[:, :2] - train.log_prior
-    low, high = torch.quantile(residual, 0.002, dim=0), torch.quantile(residual, 0.998, dim=0)
-    net.residual_low.copy_(low)
-    net.residual_high.copy_(high)
 
 
+def _clamp(net: GroupNet, train: _Tensors) -> None:
+    """Bounds the residual to its range in training, beyond which nothing backs it."""
+    with torch.inference_mode():
+        _, inputs = log_predictions(net, train, np.arange(len(train.log_target)))
+        residual = net.residual(inputs)
+        net.residual_low.copy_(torch.quantile(residual, 0.002, dim=0))
+        net.residual_high.copy_(torch.quantile(residual, 0.998, dim=0))
