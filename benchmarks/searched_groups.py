@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Iterator
+from typing import Iterator, Sequence
 
 import torch
 from tqdm import tqdm
 
-from benchmarks.neuroshard_planners import plan_with_neuroshard
+from benchmarks.neuroshard_planners import VARIANTS, plan_with_neuroshard
 from benchmarks.rank_costs import rank_work
 from benchmarks.skewed_workloads import SAMPLES_PER_RANK, SEEDS, WORLD_SIZES, skewed_workload
 from torchrec_neuroshard.measure.collect import collect_groups
@@ -25,20 +25,22 @@ from torchrec_neuroshard.measure.store import MeasurementStore
 from torchrec_neuroshard.measure.timing import RepetitionPolicy
 
 
-def searched_groups(seeds: range, cost_model: str) -> Iterator[GroupSpec]:
-    """Groups of the plans for each seed and world size."""
+def searched_groups(seeds: range, cost_model: str, planners: Sequence[str]) -> Iterator[GroupSpec]:
+    """Groups of the plans for each seed, world size and variant of our planner."""
     for seed in seeds:
         workload = skewed_workload(seed)
         for world_size in WORLD_SIZES:
-            planned = plan_with_neuroshard("neuroshard", workload, world_size, SAMPLES_PER_RANK, cost_model)
-            for rank in rank_work(workload, planned.placement, world_size, SAMPLES_PER_RANK, seed).groups:
-                yield from rank
+            for planner in planners:
+                planned = plan_with_neuroshard(planner, workload, world_size, SAMPLES_PER_RANK, cost_model)
+                for rank in rank_work(workload, planned.placement, world_size, SAMPLES_PER_RANK, seed).groups:
+                    yield from rank
 
 
 def main() -> int:
     """Plans and measures; returns the exit code."""
     parser = argparse.ArgumentParser(description="Measure the fused groups of searched plans.")
     parser.add_argument("--seeds", nargs=2, type=int, default=(100, 120), metavar=("FIRST", "END"))
+    parser.add_argument("--planners", nargs="+", choices=VARIANTS, default=["neuroshard"], help="who plans")
     parser.add_argument("--cost-model", default="auto")
     parser.add_argument("--out", required=True, metavar="FILE")
     parser.add_argument("--minutes", type=float, default=10.0)
@@ -49,7 +51,7 @@ def main() -> int:
     torch.set_num_threads(1)
     with MeasurementStore(args.out) as store, tqdm(unit="record") as bar:
         result = collect_groups(
-            searched_groups(seeds, args.cost_model),
+            searched_groups(seeds, args.cost_model, args.planners),
             store,
             torch.device("cpu"),
             args.minutes,

@@ -52,6 +52,9 @@ def _collectives(options: argparse.Namespace, device: str) -> int:
 
     arguments = ["--out", str(options.out), "--minutes", str(options.minutes), "--seed", str(options.seed)]
     arguments += ["--device", device, "--world-size", str(options.world_size)]
+    arguments += ["--hosts", str(options.hosts)]
     if options.limit is not None:
         arguments += ["--limit", str(options.limit)]
+    if options.link_gbps is not None:
+        arguments += ["--link-gbps", str(options.link_gbps)]
     return collectives.main(arguments)

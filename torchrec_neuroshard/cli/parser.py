@@ -18,6 +18,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands)
     _add_measure(commands)
+    _add_evaluate(commands)
     commands.add_parser("doctor", help="check the installation: versions, FBGEMM, hardware, shipped cost models")
     return parser
 
@@ -80,6 +81,33 @@ def _add_measure(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     measure.add_argument(
         "--world-size", type=_positive_int, default=2, metavar="N", help="ranks of a collective (default: 2)"
     )
+    measure.add_argument(
+        "--hosts",
+        type=_positive_int,
+        default=1,
+        metavar="H",
+        help="2: share the ranks of a collective between two hosts, emulated in network namespaces (needs root)",
+    )
+    measure.add_argument(
+        "--link-gbps", type=_positive_float, metavar="G", help="Gbit/s between the two hosts, in each direction"
+    )
+
+
+def _add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    evaluate = commands.add_parser("evaluate", help="compare a cost model with measured records")
+    evaluate.add_argument(
+        "--cost-model", required=True, metavar="NAME_OR_PATH", help="a shipped model, analytic/PRESET or a folder"
+    )
+    evaluate.add_argument(
+        "--records", type=Path, nargs="+", required=True, metavar="FILE", help=".jsonl files, plain or .gz or .xz"
+    )
+    evaluate.add_argument(
+        "--held-out",
+        action="store_true",
+        help="only what training does not see: groups of held-out base tables, collectives set aside for tests",
+    )
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object on standard output")
+    evaluate.add_argument("--plot", type=Path, metavar="FILE.png", help="write a plot (needs matplotlib)")
 
 
 def _positive_int(text: str) -> int:

@@ -75,8 +75,9 @@ def collect_groups(
     """
     from torchrec_neuroshard.measure.tbe import measure_group
 
-    probe = DisturbanceProbe(device)
-    done = {record["id"] for record in store if record["kind"] == "group"}
+    measured = [record for record in store if record["kind"] == "group"]
+    done = {record["id"] for record in measured}
+    probe = DisturbanceProbe(device, [record["probe_median_ms"] for record in measured if "probe_median_ms" in record])
     begun = time.monotonic()
     written = skipped = 0
     for spec in specs:
@@ -96,7 +97,7 @@ def collect_groups(
                 "lookups": round(timing.lookups, 1),
                 "batches": timing.batches,
                 "disturbance": round(disturbance, 3),
-                "probe_ms": round(probe.usual_ms, 4),
+                "probe_median_ms": round(disturbance * probe.quiet_ms, 4),
                 "seconds": round(time.monotonic() - started, 2),
             }
         )

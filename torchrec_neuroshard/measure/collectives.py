@@ -1,9 +1,10 @@
-"""Times the all-to-all of pooled embeddings with torch.distributed (gloo on CPU, NCCL on CUDA).
+"""Times collectives with torch.distributed (gloo on CPU, NCCL on CUDA).
 
-Run it under torchrun, or let it start the ranks of this host itself:
+Run it under torchrun, on one host or many, or let it start the ranks itself, on this host or on two emulated ones:
 
     torchrun --nproc_per_node 2 -m torchrec_neuroshard.measure.collectives --out FILE --minutes 8 --seed 0
     python -m torchrec_neuroshard.measure.collectives --world-size 2 --out FILE --minutes 8 --seed 0
+    python -m torchrec_neuroshard.measure.collectives --world-size 4 --hosts 2 --link-gbps 1 --out FILE
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import collections
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Sequence
 
@@ -22,8 +24,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from torchrec_neuroshard.measure import netns
 from torchrec_neuroshard.measure.collect import CollectionResult, describe
-from torchrec_neuroshard.measure.pool import sample_collective
+from torchrec_neuroshard.measure.collective_calls import prepared_call
+from torchrec_neuroshard.measure.collective_pool import sample_collective
 from torchrec_neuroshard.measure.specs import CollectiveSpec, spec_id
 from torchrec_neuroshard.measure.store import MeasurementStore, RecordError, read_records
 from torchrec_neuroshard.measure.timing import RepetitionPolicy, Timing
@@ -31,17 +35,6 @@ from torchrec_neuroshard.measure.timing import RepetitionPolicy, Timing
 POLICY = RepetitionPolicy(warmup=2, minimum=5, maximum=20, seconds=0.25, relative_error=0.02)
 
 _STOP = -1
-
-
-def split_sizes(spec: CollectiveSpec, rank: int) -> tuple[list[int], list[int]]:
-    """Floats that a rank sends to and receives from each rank: (input splits, output splits), both [ranks].
-
-    Forward: a rank holds its own columns for the global batch and sends every rank that rank's samples; it
-    receives everybody's columns for its own samples. Backward is the reverse.
-    """
-    own_columns = [spec.batch_size_per_rank * spec.dims[rank]] * spec.world_size
-    own_samples = [spec.batch_size_per_rank * dim for dim in spec.dims]
-    return (own_columns, own_samples) if spec.direction == "forward" else (own_samples, own_columns)
 
 
 def measure_collective(
@@ -61,9 +54,7 @@ def measure_collective(
     if spec.world_size != dist.get_world_size():
         raise ValueError(f"the spec is for {spec.world_size} ranks but the process group has {dist.get_world_size()}")
     rank = dist.get_rank()
-    inputs, outputs = split_sizes(spec, rank)
-    sent = torch.ones(sum(inputs), device=device)
-    received = torch.empty(sum(outputs), device=device)
+    call = prepared_call(spec, rank, device)
     delay_seconds = spec.start_delays_ms[rank] / 1e3 if spec.start_delays_ms else 0.0
 
     def step() -> float:
@@ -72,7 +63,7 @@ def measure_collective(
         # Ranks may share a core, so an early rank sleeps: spinning would hold the others up.
         time.sleep(delay_seconds)
         started = time.perf_counter()
-        dist.all_to_all_single(received, sent, outputs, inputs)
+        call()
         _synchronize(device)
         return (time.perf_counter() - started) * 1e3
 
@@ -95,7 +86,13 @@ def measure_collective(
 
 
 def collect_collectives(
-    out: Path, device: torch.device, minutes: float, seed: int, limit: int | None = None
+    out: Path,
+    device: torch.device,
+    minutes: float,
+    seed: int,
+    limit: int | None = None,
+    local_world_size: int = 0,
+    link_gbps: float | None = None,
 ) -> CollectionResult:
     """Measures sampled collectives until the time or the number of records is reached; all ranks call it.
 
@@ -108,17 +105,22 @@ def collect_collectives(
         minutes: time budget; checked between records.
         seed: seed of the sample.
         limit: stop after this many new records.
+        local_world_size: ranks per host; 0 when all are on one host.
+        link_gbps: Gbit/s of the link between hosts; None when unknown or on one host.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     store = MeasurementStore(out) if rank == 0 else None
     done = {record["id"] for record in store if record["kind"] == "collective"} if store else set()
+    sample = partial(
+        sample_collective, seed, world_size=world_size, local_world_size=local_world_size, link_gbps=link_gbps
+    )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     begun = time.monotonic()
     written = index = skipped = 0
     with tqdm(total=limit, unit=" collectives", disable=rank != 0) as bar:
         while True:
             if rank == 0:
-                while spec_id(sample_collective(seed, index, world_size)) in done:
+                while spec_id(sample(index)) in done:
                     index += 1
                     skipped += 1
                 if time.monotonic() - begun > 60 * minutes or (limit is not None and written >= limit):
@@ -126,7 +128,7 @@ def collect_collectives(
             index = _from_rank_0(index, device)
             if index == _STOP:
                 break
-            spec = sample_collective(seed, index, world_size)
+            spec = sample(index)
             started = time.monotonic()
             samples = measure_collective(spec, device)
             if store is not None:
@@ -134,6 +136,9 @@ def collect_collectives(
                     {
                         **describe("collective", spec, device),
                         "backend": dist.get_backend(),
+                        "hosts": spec.hosts,
+                        "local_world_size": spec.ranks_per_host,
+                        "link_gbps": spec.link_gbps,
                         "pinned_cores": cores,
                         "load_average": round(os.getloadavg()[0], 2),
                         "rank_ms": [Timing.of(row).to_json() for row in samples],
@@ -172,6 +177,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=int, help="stop after this many new records")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--world-size", type=int, default=2, help="ranks to start when not under torchrun (default: 2)")
+    parser.add_argument(
+        "--hosts", type=int, default=1, help="2: emulate two hosts in network namespaces when not under torchrun"
+    )
+    parser.add_argument("--link-gbps", type=float, help="Gbit/s of each host's link, in each direction")
     return parser
 
 
@@ -179,25 +188,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Collects as the command line says; returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(arguments)
-    if "RANK" not in os.environ:
-        try:
-            if options.out.exists():
-                collections.deque(read_records(options.out), maxlen=0)
-        except RecordError as error:  # said here once, rather than by torchrun about a rank
-            print(error, file=sys.stderr)
-            return 2
-        ranks = ["--standalone", "--nproc_per_node", str(options.world_size)]
-        command = [sys.executable, "-m", "torch.distributed.run", *ranks, "-m", __spec__.name, *arguments]
-        os.execv(sys.executable, command)  # replaces this process: signals and the exit code are torchrun's
+    return _run_rank(options) if "RANK" in os.environ else _start_ranks(options, arguments)
+
+
+def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Starts the ranks, which run this module again with the same arguments."""
+    module = ["-m", __spec__.name, *arguments]
+    try:
+        if options.out.exists():
+            collections.deque(read_records(options.out), maxlen=0)
+        _check_hosts(options)
+        if options.hosts > 1:
+            return netns.run_on_two_hosts(module, options.world_size // 2, options.link_gbps)
+    except (RecordError, netns.NetnsError, ValueError) as error:
+        # Said here once, rather than by torchrun about a rank.
+        print(error, file=sys.stderr)
+        return 2
+    ranks = ["--standalone", "--nproc_per_node", str(options.world_size)]
+    command = [sys.executable, "-m", "torch.distributed.run", *ranks, *module]
+    os.execv(sys.executable, command)  # replaces this process: signals and the exit code are torchrun's
+
+
+def _check_hosts(options: argparse.Namespace) -> None:
+    if options.world_size < 2:
+        raise ValueError(f"--world-size {options.world_size}: a collective needs at least 2 ranks")
+    if options.hosts not in (1, 2):
+        raise ValueError(
+            f"--hosts {options.hosts}: this machine emulates 1 or 2 hosts; for more, run this module under torchrun "
+            "on the hosts themselves"
+        )
+    if options.hosts == 1 and options.link_gbps is not None:
+        raise ValueError("--link-gbps is the speed between hosts; pass --hosts 2 with it")
+    if options.hosts == 2 and options.link_gbps is None:
+        raise ValueError("--hosts 2 needs --link-gbps, the speed of the link between the hosts, such as 1")
+    if options.hosts == 2 and not 0 < options.link_gbps < float("inf"):
+        raise ValueError(f"--link-gbps {options.link_gbps} must be a positive number")
+    if options.hosts == 2 and options.device != "cpu":
+        raise ValueError("--hosts 2 emulates hosts for gloo only (NCCL bypasses the link); pass --device cpu")
+    if options.world_size % options.hosts:
+        raise ValueError(f"--world-size {options.world_size} cannot be shared evenly by {options.hosts} hosts")
+
+
+def _run_rank(options: argparse.Namespace) -> int:
+    """One rank's share of a collection, under torchrun."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if options.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    if local_world_size == int(os.environ["WORLD_SIZE"]):
+        local_world_size = 0
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        result = collect_collectives(options.out, device, options.minutes, options.seed, options.limit)
-    except RecordError as error:
+        result = collect_collectives(
+            options.out, device, options.minutes, options.seed, options.limit, local_world_size, options.link_gbps
+        )
+    except (RecordError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     finally:

@@ -19,7 +19,8 @@ from typing import Sequence
 
 import numpy as np
 
-from torchrec_neuroshard.measure.specs import CollectiveSpec, GroupSpec, ShardSpec
+from torchrec_neuroshard.measure.collective_pool import sample_collective as sample_collective  # older name
+from torchrec_neuroshard.measure.specs import GroupSpec, ShardSpec
 
 _SYNTHETIC_BASES = 400
 _HELD_OUT_SHARE = 0.2  # of the base tables
@@ -137,25 +138,6 @@ def is_held_out(spec: GroupSpec) -> bool:
     """Whether a group holds any held-out base table."""
     held_out = _held_out_ids()
     return any(shard.base in held_out for shard in spec.shards)
-
-
-def sample_collective(seed: int, index: int, world_size: int) -> CollectiveSpec:
-    """The ``index``-th all-to-all for a world size: uneven dim sums, start delays in half of them."""
-    rng = np.random.default_rng([seed, index, world_size])
-    batch_size = int(2 ** rng.uniform(5, 11))
-    total = 2 ** rng.uniform(5, 12.5)
-    shares = rng.dirichlet(np.full(world_size, float(rng.choice([0.7, 2.0, 10.0, 100.0]))))
-    dims = tuple(int(4 * round(total * share * world_size / 4 / 2)) for share in shares)
-    delays = tuple(np.round(rng.exponential(float(rng.choice([1.0, 5.0])), world_size), 3).tolist())
-    return CollectiveSpec(
-        name="all_to_all",
-        world_size=world_size,
-        batch_size_per_rank=batch_size,
-        dims=dims,
-        direction="forward" if rng.random() < 0.5 else "backward",
-        start_delays_ms=delays if rng.random() < 0.5 else (),
-        seed=index,
-    )
 
 
 def estimated_iteration_ms(spec: GroupSpec) -> float:

@@ -1,26 +1,29 @@
 """A fixed piece of work that tells whether the machine is disturbed while something is measured.
 
-Shared machines slow down by factors for seconds at a time. The probe gathers rows before and after each
-measurement; how much slower it ran than it usually does is the measurement's *disturbance*. Rows are drawn
-afresh from a table larger than any cache, so that the probe runs alike after a pause and after a measurement.
+Shared machines slow down by factors, for seconds or for many minutes at a time. The probe gathers rows before and
+after each measurement; how much slower it ran than it does when the machine is quiet is the measurement's
+*disturbance*. Quiet is the lower quartile of all its runs, those of earlier records of the same store included: a
+median of the recent past would take a slow quarter of an hour for the machine's usual state (seen: gathers four
+times slower for ten minutes because of a neighbour on the host). Rows are drawn afresh from a table larger than
+most caches, so that the probe runs alike after a pause and after a measurement.
 """
 
 from __future__ import annotations
 
-import collections
 import time
-from typing import Callable, TypeVar
+from typing import Callable, Iterable, TypeVar
 
 import numpy as np
 import torch
 
 from torchrec_neuroshard.measure.timing import stopwatch
 
-DISTURBED = 1.8  # disturbance from which a measurement is not to be trusted
+DISTURBED = 1.6  # disturbance from which a measurement is not to be trusted
 
-_ROWS, _DIM, _LOOKUPS, _REPETITIONS = 1 << 19, 128, 8192, 3
-_HISTORY, _MINIMUM_HISTORY = 200, 20
-_ATTEMPTS, _PAUSE_SECONDS = 4, 2.0
+_ROWS, _DIM, _LOOKUPS, _REPETITIONS = 1 << 19, 128, 8192, 5
+_QUIET_PERCENTILE = 25
+_MINIMUM_HISTORY = 20
+_PAUSES_SECONDS = (2.0, 8.0, 30.0)  # before each further try
 
 Result = TypeVar("Result")
 
@@ -30,27 +33,26 @@ class DisturbanceProbe:
 
     Args:
         device: the device under measurement.
+        history_ms: times of the probe on this machine that are known already.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, history_ms: Iterable[float] = ()) -> None:
         self._generator = torch.Generator().manual_seed(0)
         self._device = device
         self._table = torch.rand(_ROWS, _DIM, generator=self._generator).to(device)
         self._watch = stopwatch(device)
-        self._history: collections.deque[float] = collections.deque(maxlen=_HISTORY)
-        for _ in range(_MINIMUM_HISTORY):
-            self._history.append(self._time())
+        self._history = [*history_ms, *(self._time() for _ in range(_MINIMUM_HISTORY))]
 
     @property
-    def usual_ms(self) -> float:
-        """Time that the probe usually takes: the median of the recent past. It drifts as the machine does."""
-        return float(np.median(self._history))
+    def quiet_ms(self) -> float:
+        """Time that the probe takes when the machine is quiet."""
+        return float(np.percentile(self._history, _QUIET_PERCENTILE))
 
     def disturbance(self) -> float:
-        """Time of the probe now over its usual time."""
+        """Time of the probe now over that of a quiet machine."""
         now = self._time()
         self._history.append(now)
-        return now / self.usual_ms
+        return now / self.quiet_ms
 
     def undisturbed(self, measure: Callable[[], Result]) -> tuple[Result, float]:
         """Measures, again after a pause while the machine is disturbed, a few times at most.
@@ -58,9 +60,8 @@ class DisturbanceProbe:
         Returns:
             The result of the last try, and that try's disturbance.
         """
-        for attempt in range(_ATTEMPTS):
-            if attempt:
-                time.sleep(_PAUSE_SECONDS)
+        for pause in (0.0, *_PAUSES_SECONDS):
+            time.sleep(pause)
             before = self.disturbance()
             result = measure()
             disturbance = max(before, self.disturbance())
@@ -76,4 +77,4 @@ class DisturbanceProbe:
             self._table.index_select(0, rows).sum()
             self._watch.lap()
             times += self._watch.laps_ms()
-        return min(times)
+        return float(np.median(times))

@@ -13,7 +13,7 @@ OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 DATA_TYPES = {"fp32": 4, "fp16": 2}  # name -> bytes per element
 KERNELS = ("fused", "dense")  # TBE with the optimizer fused in; TBE with a dense gradient, then an optimizer step
 POOLINGS = ("sum", "none")  # bags summed to one row; every row looked up returned (sequence embeddings)
-COLLECTIVES = ("all_to_all",)
+COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer": OPTIMIZERS,
@@ -130,17 +130,33 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class CollectiveSpec:
-    """One collective call over all ranks of a group.
+    """One collective call over all ranks of a group, in floats of 4 bytes.
+
+    =============== ===================================== =====================================================
+    name            TorchRec calls it for                 what moves
+    =============== ===================================== =====================================================
+    all_to_all      pooled embeddings of table- and       forward: rank r sends batch_size_per_rank x dims[r]
+                    column-wise shards                    floats to every rank; backward: the reverse
+    reduce_scatter  row-wise shards, forward              every rank holds partial sums of the global batch,
+                                                          [world_size x batch_size_per_rank, dims[0]], and gets
+                                                          the sums of its own batch_size_per_rank samples
+    all_gather      row-wise shards, backward             every rank gives the gradient of its own samples,
+                                                          [batch_size_per_rank, dims[0]], and gets everybody's
+    all_reduce      gradients of data_parallel tables     every rank holds a flat buffer of dims[0] floats
+    =============== ===================================== =====================================================
 
     Attributes:
         name: one of :data:`COLLECTIVES`.
         world_size: number of ranks.
-        batch_size_per_rank: samples per rank.
-        dims: [ranks] columns of the pooled embeddings that each rank owns (its "dim sum"). In the forward
-            all-to-all rank r sends batch_size_per_rank x dims[r] floats to every rank.
-        direction: "forward" (scatter batches, gather columns) or "backward" (the reverse).
-        start_delays_ms: [ranks] how late each rank enters the call.
+        batch_size_per_rank: samples per rank; 1 for an all-reduce, whose buffer has no samples.
+        dims: all_to_all: [ranks] columns of the pooled embeddings that each rank owns (its "dim sum"). Others:
+            [1], the columns of all row-wise tables together, or the floats of an all-reduce's buffer.
+        direction: of an all-to-all: "forward" (scatter batches, gather columns) or "backward" (the reverse). The
+            others have one direction each, which their name tells, and leave this at "forward".
+        start_delays_ms: [ranks] how late each rank enters the call; empty when all enter together.
         seed: seeds the sampler that made the spec.
+        local_world_size: ranks per host; 0 when all ranks are on one host.
+        link_gbps: Gbit/s of each host's link to the others, in each direction; None when unknown or on one host.
     """
 
     name: str
@@ -150,20 +166,66 @@ class CollectiveSpec:
     direction: str = "forward"
     start_delays_ms: tuple[float, ...] = ()
     seed: int = 0
+    local_world_size: int = 0
+    link_gbps: float | None = None
 
     def __post_init__(self) -> None:
         if self.name not in COLLECTIVES:
             raise ValueError(f"collective must be one of {COLLECTIVES}, got {self.name!r}")
-        if self.direction not in ("forward", "backward"):
-            raise ValueError(f"direction must be forward or backward, got {self.direction!r}")
-        if len(self.dims) != self.world_size:
-            raise ValueError(f"dims needs one entry per rank ({self.world_size}), got {len(self.dims)}")
+        if self.world_size < 1:
+            raise ValueError(f"world_size must be positive, got {self.world_size}")
+        if self.batch_size_per_rank < 1:
+            raise ValueError(f"batch_size_per_rank must be positive, got {self.batch_size_per_rank}")
+        self._check_shape()
         if self.start_delays_ms and len(self.start_delays_ms) != self.world_size:
             raise ValueError(f"start_delays_ms needs one entry per rank ({self.world_size}) or none")
+        if any(delay < 0 for delay in self.start_delays_ms):
+            raise ValueError(f"start_delays_ms must not be negative, got {self.start_delays_ms}")
+        if self.local_world_size < 0 or self.world_size % (self.local_world_size or self.world_size):
+            raise ValueError(
+                f"local_world_size must divide world_size ({self.world_size}), or be 0 for one host; "
+                f"got {self.local_world_size}"
+            )
+        if self.local_world_size == self.world_size:  # one way to say "one host", so that ids agree
+            object.__setattr__(self, "local_world_size", 0)
+        if self.link_gbps is not None and (self.hosts == 1 or not 0 < self.link_gbps < float("inf")):
+            raise ValueError(
+                f"link_gbps is the positive speed of the link between hosts, or None on one host; got {self.link_gbps} "
+                f"with {self.hosts} host(s)"
+            )
+
+    def _check_shape(self) -> None:
+        if self.direction not in ("forward", "backward"):
+            raise ValueError(f"direction must be forward or backward, got {self.direction!r}")
+        if self.name != "all_to_all" and self.direction != "forward":
+            raise ValueError(f"only an all_to_all has a direction; leave {self.name} at 'forward'")
+        if self.name == "all_to_all" and len(self.dims) != self.world_size:
+            raise ValueError(f"dims needs one entry per rank ({self.world_size}), got {len(self.dims)}")
+        if self.name != "all_to_all" and len(self.dims) != 1:
+            what = "the floats of the buffer" if self.name == "all_reduce" else "the columns of all tables together"
+            raise ValueError(f"dims of {self.name} has one entry, {what}; got {len(self.dims)}")
+        if self.name == "all_reduce" and self.batch_size_per_rank != 1:
+            raise ValueError(f"batch_size_per_rank of all_reduce must be 1, got {self.batch_size_per_rank}")
+        if any(dim < 0 for dim in self.dims):
+            raise ValueError(f"dims must not be negative, got {self.dims}")
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Ranks that share a host; the ranks of a host are consecutive."""
+        return self.local_world_size or self.world_size
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return self.world_size // self.ranks_per_host
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; :meth:`from_json` reads it back."""
-        return {**asdict(self), "dims": list(self.dims), "start_delays_ms": list(self.start_delays_ms)}
+        record = {**asdict(self), "dims": list(self.dims), "start_delays_ms": list(self.start_delays_ms)}
+        for name in ("local_world_size", "link_gbps"):  # left out on one host, so that ids of older records stand
+            if not record[name]:
+                del record[name]
+        return record
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> CollectiveSpec:

@@ -28,7 +28,14 @@ def group_accuracy(model: GroupCosts, data: GroupData) -> dict[str, Any]:
     ``kendall_tau`` is over all groups; ``kendall_tau_strata`` over pairs of equal batch size and lookups
     within 25 %, where the number of lookups alone cannot tell which group is slower.
     """
-    predicted = predict_groups(model, data)
+    return accuracy_of(predict_groups(model, data), data)
+
+
+def accuracy_of(predicted: NDArray[np.float64], data: GroupData) -> dict[str, Any]:
+    """:func:`group_accuracy` of predictions already made, [groups, 2] forward and backward ms.
+
+    Correlations are None where there is no pair to compare.
+    """
     parts = {
         "forward": (predicted[:, 0], data.measured_ms[:, 0]),
         "backward": (predicted[:, 1], data.measured_ms[:, 1]),
@@ -36,29 +43,34 @@ def group_accuracy(model: GroupCosts, data: GroupData) -> dict[str, Any]:
     }
     result: dict[str, Any] = {"records": len(data)}
     for name, (guess, truth) in parts.items():
-        result[name] = _errors(guess, truth)
+        result[name] = percentage_errors(guess, truth)
     guess, truth = parts["total"]
-    result["kendall_tau"] = round(float(kendalltau(guess, truth).statistic), 4)
+    result["kendall_tau"] = kendall_tau(guess, truth)
     result["kendall_tau_strata"] = _stratified_tau(guess, truth, data)
     result["noise_within_record_median"] = round(float(np.median(data.noise)), 4)
     return result
+
+
+def predict_collectives(model: CollectiveModel, data: CollectiveData) -> NDArray[np.float64]:
+    """[calls, ranks] predicted ms from each rank's own start to its end; all ranks share one host."""
+    return model.per_rank(data.batch_size, data.dims, data.backward, data.dims.shape[1], data.delays_ms)
 
 
 def collective_accuracy(model: CollectiveModel, data: Sequence[CollectiveData]) -> dict[str, Any]:
     """Absolute percentage errors of each rank's time and of the slowest rank's, by number of ranks."""
     result: dict[str, Any] = {}
     for part in data:
-        ranks = part.dims.shape[1]
-        predicted = model.per_rank(part.batch_size, part.dims, part.backward, ranks, part.delays_ms)
-        result[f"{ranks}_ranks"] = {
+        predicted = predict_collectives(model, part)
+        result[f"{part.dims.shape[1]}_ranks"] = {
             "records": len(part),
-            "per_rank": _errors(predicted.ravel(), part.measured_ms.ravel()),
-            "slowest": _errors(predicted.max(axis=1), part.measured_ms.max(axis=1)),
+            "per_rank": percentage_errors(predicted.ravel(), part.measured_ms.ravel()),
+            "slowest": percentage_errors(predicted.max(axis=1), part.measured_ms.max(axis=1)),
         }
     return result
 
 
-def _errors(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> dict[str, float]:
+def percentage_errors(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> dict[str, float]:
+    """Median and p95 of the absolute error as a share of the measured ms, and the geometric mean error (bias)."""
     error = np.abs(predicted / measured - 1.0)
     return {
         "median_ape": round(float(np.median(error)), 4),
@@ -67,12 +79,23 @@ def _errors(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> di
     }
 
 
+def kendall_tau(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> float | None:
+    """Rank correlation; None where it is undefined (one record, or all alike)."""
+    if len(measured) < 2:
+        return None
+    tau = float(kendalltau(predicted, measured).statistic)
+    return round(tau, 4) if np.isfinite(tau) else None
+
+
 def _stratified_tau(guess: NDArray[np.float64], truth: NDArray[np.float64], data: GroupData) -> float | None:
     """Concordant minus discordant pairs over all pairs of a stratum; None without pairs."""
-    first, second = np.triu_indices(len(guess), k=1)
-    ratio = data.lookups[first] / data.lookups[second]
-    alike = (data.batch_size[first] == data.batch_size[second]) & (
-        np.abs(np.log(ratio)) <= np.log(_STRATUM_LOOKUPS)
-    )
-    agreement = np.sign(guess[first] - guess[second]) * np.sign(truth[first] - truth[second])
-    return round(float(agreement[alike].mean()), 4) if alike.any() else None
+    log_lookups = np.log(np.maximum(data.lookups, 1.0))
+    order = np.lexsort((log_lookups, data.batch_size))
+    agreement, pairs = 0.0, 0
+    for batch in np.split(order, np.flatnonzero(np.diff(data.batch_size[order])) + 1):
+        ends = np.searchsorted(log_lookups[batch], log_lookups[batch] + np.log(_STRATUM_LOOKUPS), side="right")
+        for index, end in enumerate(ends):  # an array of all pairs of a large file would not fit in memory
+            one, others = batch[index], batch[index + 1 : end]
+            agreement += float((np.sign(guess[others] - guess[one]) * np.sign(truth[others] - truth[one])).sum())
+            pairs += len(others)
+    return round(agreement / pairs, 4) if pairs else None

@@ -60,14 +60,19 @@ class CollectiveData:
 
 
 def load_collectives(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
-    """All collective records of some measurement files."""
-    return records_of_kind("collective", paths)
+    """The collective records of some measurement files that this model is for (see :func:`is_modelled`)."""
+    return [record for record in records_of_kind("collective", paths) if is_modelled(record)]
+
+
+def is_modelled(record: dict[str, Any]) -> bool:
+    """Whether a record is an all-to-all within one host, which is all that this model has inputs for."""
+    return record["spec"].get("name") == "all_to_all" and not record["spec"].get("local_world_size")
 
 
 def collective_data(records: Iterable[dict[str, Any]]) -> list[CollectiveData]:
-    """Arrays by number of ranks, rising."""
+    """Arrays by number of ranks, rising, of the records that this model is for (see :func:`is_modelled`)."""
     by_ranks: dict[int, list[tuple[CollectiveSpec, list[float]]]] = {}
-    for record in records:
+    for record in filter(is_modelled, records):
         spec = CollectiveSpec.from_json(record["spec"])
         by_ranks.setdefault(spec.world_size, []).append((spec, [t["median"] for t in record["rank_ms"]]))
     result = []

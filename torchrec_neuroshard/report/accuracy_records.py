@@ -1,0 +1,162 @@
+"""Records to evaluate a cost model on: read from files, checked, and filtered."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Callable, Sequence
+
+from torchrec_neuroshard.measure.pool import is_held_out
+from torchrec_neuroshard.measure.specs import CollectiveSpec, GroupSpec
+from torchrec_neuroshard.measure.store import RecordError
+from torchrec_neuroshard.training.dataset import records_of_kind, undisturbed
+from torchrec_neuroshard.training.train_collectives import is_modelled, is_test_collective
+
+_COLLECT = "torchrec-neuroshard measure compute --out FILE"
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EvaluationRecords:
+    """Usable records of some measurement files, and what became of the others.
+
+    Attributes:
+        files: where they came from.
+        groups: undisturbed records of fused groups; of several of one group on one machine, the last.
+        collectives: undisturbed records of collectives.
+        disturbed_groups: group records dropped because the machine was disturbed.
+        disturbed_collectives: likewise of collectives.
+        unmodelled_collectives: collective records left out because cost models have no prediction for their kind.
+        held_out_only: only what training does not see was kept: groups that hold a held-out base table, and
+            the collectives set aside for tests.
+    """
+
+    files: tuple[str, ...]
+    groups: tuple[Record, ...]
+    collectives: tuple[Record, ...]
+    disturbed_groups: int
+    disturbed_collectives: int
+    unmodelled_collectives: int
+    held_out_only: bool
+
+    @property
+    def hardware(self) -> Counter[str]:
+        """Name of each machine that records were taken on, with their number."""
+        return Counter(str(record["hardware"]["name"]) for record in (*self.groups, *self.collectives))
+
+    def counts_json(self) -> dict[str, Any]:
+        """A JSON object that says what the figures are made of."""
+        return {
+            "files": list(self.files),
+            "groups": len(self.groups),
+            "collectives": len(self.collectives),
+            "dropped_as_disturbed": {"groups": self.disturbed_groups, "collectives": self.disturbed_collectives},
+            "left_out_as_not_modelled": {"collectives": self.unmodelled_collectives},
+            "held_out_only": self.held_out_only,
+            "hardware": dict(sorted(self.hardware.items())),
+        }
+
+
+def load_evaluation_records(paths: Sequence[str | os.PathLike[str]], held_out: bool = False) -> EvaluationRecords:
+    """Reads and checks measurement files.
+
+    Args:
+        paths: ``.jsonl``, ``.jsonl.gz`` or ``.jsonl.xz`` files; kinds may be mixed.
+        held_out: keep only what training does not see.
+
+    Raises:
+        RecordError: a file is damaged, a record cannot be used, or none is left; the message names the remedy.
+        OSError: a file cannot be read.
+    """
+    files = tuple(str(path) for path in paths)
+    found_groups = _checked("group", paths, _check_group)
+    found_collectives = _checked("collective", paths, _check_collective)
+    if not found_groups and not found_collectives:
+        raise RecordError(f"{', '.join(files)}: there are no records; collect some first ({_COLLECT})")
+    groups, collectives = found_groups, [record for record in found_collectives if is_modelled(record)]
+    unmodelled = len(found_collectives) - len(collectives)
+    if not groups and not collectives:
+        raise RecordError(
+            f"{', '.join(files)}: all {unmodelled} records are of collectives that cost models do not predict yet "
+            f"(only all-to-alls within one host); add others ({_COLLECT})"
+        )
+    if held_out:
+        groups = [record for record in groups if is_held_out(GroupSpec.from_json(record["spec"]))]
+        collectives = [record for record in collectives if is_test_collective(record)]
+        if not groups and not collectives:
+            raise RecordError(
+                f"{', '.join(files)}: none of {len(found_groups)} groups and {len(found_collectives)} collectives is "
+                "held out and predicted by cost models; leave out --held-out, or add records (about one in seven of a "
+                "sample is held out)"
+            )
+    kept_groups, kept_collectives = undisturbed(groups), undisturbed(collectives)
+    if not kept_groups and not kept_collectives:
+        raise RecordError(
+            f"{', '.join(files)}: all {len(groups) + len(collectives)} records were taken while the machine was "
+            f"disturbed; collect again on a quiet machine ({_COLLECT})"
+        )
+    return EvaluationRecords(
+        files,
+        tuple(kept_groups),
+        tuple(kept_collectives),
+        len(groups) - len(kept_groups),
+        len(collectives) - len(kept_collectives),
+        unmodelled,
+        held_out,
+    )
+
+
+def _checked(kind: str, paths: Sequence[str | os.PathLike[str]], check: Callable[[Record], None]) -> list[Record]:
+    """Records of a kind, each of which passed its check; of several of one spec on one machine, the last."""
+    records: dict[tuple[str, str], Record] = {}
+    for path in paths:
+        for record in records_of_kind(kind, [path]):
+            try:
+                check(record)
+                if not isinstance(record["hardware"]["name"], str):
+                    raise ValueError("hardware.name must be a text")
+            except KeyError as error:
+                raise _unusable(path, record, f"field {error} is missing") from error
+            except (AttributeError, IndexError, TypeError, ValueError) as error:
+                raise _unusable(path, record, str(error)) from error
+            records[record["hardware"]["name"], record["id"]] = record
+    return list(records.values())
+
+
+def _unusable(path: str | os.PathLike[str], record: Record, cause: str) -> RecordError:
+    return RecordError(
+        f"{path}: record {record['id']!r} cannot be used ({cause}); delete its line, or collect again with this version"
+    )
+
+
+def _check_group(record: Record) -> None:
+    spec = GroupSpec.from_json(record["spec"])
+    if not spec.shards or not math.isfinite(spec.lookups):
+        raise ValueError("spec: a group needs shards with finite pooling factors")
+    for shard in spec.shards:
+        if shard.access is not None:
+            shard.distribution()
+    for name in ("forward_ms", "backward_ms"):
+        _check_positive(f"{name}.median", record[name]["median"])
+    for quantile in ("median", "p10", "p90"):
+        _check_positive(f"total_ms.{quantile}", record["total_ms"][quantile])
+    if not (math.isfinite(record["lookups"]) and record["lookups"] >= 0):
+        raise ValueError(f"lookups must not be negative, got {record['lookups']!r}")
+
+
+def _check_collective(record: Record) -> None:
+    spec = CollectiveSpec.from_json(record["spec"])
+    if spec.world_size < 2:
+        raise ValueError("spec: a collective over one rank moves nothing, so there is nothing to compare")
+    if len(record["rank_ms"]) != spec.world_size:
+        raise ValueError(f"rank_ms needs one entry per rank ({spec.world_size}), got {len(record['rank_ms'])}")
+    for rank, timing in enumerate(record["rank_ms"]):
+        _check_positive(f"rank_ms[{rank}].median", timing["median"])
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be a positive number of ms, got {value!r}")
