@@ -232,6 +232,14 @@ def test_unknown_models_list_the_known_ones() -> None:
         CostModel.analytic("abacus")
 
 
+@pytest.mark.parametrize(("machine", "expected"), [("amd_epyc", "amd_epyc"), ("an_unknown_processor", "cpu")])
+def test_auto_takes_the_model_of_this_processor(
+    machine: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchrec_neuroshard.costs.registry.machine_name", lambda device: machine)
+    assert resolve_cost_model("auto", "cpu", "generic_cpu").name == expected
+
+
 def test_auto_falls_back_to_the_prior_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         model = resolve_cost_model("auto", "cuda", "v100")
@@ -239,8 +247,9 @@ def test_auto_falls_back_to_the_prior_and_says_so_once(caplog: pytest.LogCapture
     assert sum("No measured cost model for v100" in message for message in caplog.messages) == 1
 
 
-def test_shipped_cpu_model_holds_what_its_card_says() -> None:
-    model = CostModel.load("cpu")
+@pytest.mark.parametrize("name", ["cpu", "amd_epyc"])
+def test_shipped_cpu_models_hold_what_their_cards_say(name: str) -> None:
+    model = CostModel.load(name)
     accuracy = model.card["accuracy"]["groups_held_out_tables"]
     assert accuracy["total"]["median_ape"] <= 0.12
     assert accuracy["kendall_tau"] >= 0.9

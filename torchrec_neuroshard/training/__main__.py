@@ -25,6 +25,9 @@ from torchrec_neuroshard.training.train_collectives import (
 )
 from torchrec_neuroshard.training.train_groups import TrainingConfig, train_group_model
 
+# Properties that all shards of a group share, with what a record leaves unsaid.
+_KINDS = {"optimizer": "sgd", "data_type": "fp32", "weighted": False, "kernel": "fused", "pooling": "sum"}
+
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
@@ -36,6 +39,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=_positive, default=TrainingConfig.epochs, help="passes over the records")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
+
+
+def _is_of_a_plan(record: dict[str, Any]) -> bool:
+    """Whether a group was built by a planner rather than sampled from the pool of base tables."""
+    return not any(shard.get("base") for shard in record["spec"]["shards"])
 
 
 def _positive(text: str) -> int:
@@ -95,6 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
             "groups": len(kept),
             "groups_dropped_as_disturbed": len(groups) - len(kept),
             "groups_taken_without_a_disturbance_probe": sum("disturbance" not in record for record in kept),
+            "groups_of_plans": sum(_is_of_a_plan(record) for record in kept),
             "groups_train": len(split.train),
             "groups_validation": len(split.validation),
             "groups_held_out_tables": len(split.test),
@@ -103,10 +112,11 @@ def main(arguments: list[str] | None = None) -> int:
         "collectives_provenance": "measured" if training else "analytic",
         "accuracy": accuracy,
         "training": vars(config),
-        "limits": (
-            "One thread and one core per rank; ranks of the collective records shared this machine's cores. "
-            "Optimizers measured: SGD and row-wise Adagrad. Pooled lookups only."
-        ),
+        "measured_kinds": {
+            name: dict(Counter(str(record["spec"].get(name, default)) for record in kept))
+            for name, default in _KINDS.items()
+        },
+        "limits": "One thread and one core per rank; ranks of the collective records shared this machine's cores.",
     }
     name = options.name or groups[0]["hardware"]["name"]
     CostModel(name, "measured", groups[0]["hardware"]["name"], group_model, collective_model, card).save(options.out)

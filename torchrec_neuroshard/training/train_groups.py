@@ -39,11 +39,11 @@ class TrainingConfig:
         seed: seeds initial weights and the order of batches.
     """
 
-    nets: int = 3
-    epochs: int = 150
+    nets: int = 4
+    epochs: int = 100
     batch_groups: int = 128
     learning_rate: float = 4e-3
-    weight_decay: float = 1e-2
+    weight_decay: float = 0.1
     residual_penalty: float = 0.3
     seed: int = 0
 
