@@ -201,7 +201,7 @@ def test_save_and_load_round_trip(tmp_path: Path) -> None:
         (lambda f: edit_card(f, schema=99), "schema 99"),
         (lambda f: edit_card(f, feature_set="other"), "feature set 'other'"),
         (lambda f: edit_card(f, group_nets=7), "do not fit each other"),
-        (lambda f: edit_card(f, group_prior={"launch_ms": [float("nan"), 1.0], "terms": {}}), "finite"),
+        (lambda f: edit_card(f, group_prior={"any": {"launch_ms": [float("nan"), 1.0], "terms": {}}}), "finite"),
     ],
 )
 def test_damaged_models_are_refused_by_name(tmp_path: Path, damage: object, message: str) -> None:
@@ -234,10 +234,13 @@ def test_unknown_models_list_the_known_ones() -> None:
 
 @pytest.mark.parametrize(("machine", "expected"), [("amd_epyc", "amd_epyc"), ("an_unknown_processor", "cpu")])
 def test_auto_takes_the_model_of_this_processor(
-    machine: str, expected: str, monkeypatch: pytest.MonkeyPatch
+    machine: str, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("torchrec_neuroshard.costs.registry.machine_name", lambda device: machine)
-    assert resolve_cost_model("auto", "cpu", "generic_cpu").name == expected
+    for _ in range(2):
+        assert resolve_cost_model("auto", "cpu", "generic_cpu").name == expected
+    warnings = [message for message in caplog.messages if f"No cost model was measured on {machine}" in message]
+    assert len(warnings) == (0 if machine == expected else 1)
 
 
 def test_auto_falls_back_to_the_prior_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
