@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.problems import random_problem, shard, untrained_model
 from torchrec_neuroshard.access import AccessDistribution
@@ -155,6 +156,31 @@ def test_presets_price_more_work_higher(hardware: str) -> None:
     small, large = (model.groups.contributions(shard_features([work(10**6, 128, p)])) for p in (5.0, 50.0))
     assert (model.groups.predict(large) > model.groups.predict(small)).all()
     assert model.provenance == "analytic"
+
+
+def published_group(
+    rows: int, dim: int, pooling_factor: float, batch_size: int, tables: int, **changes: object
+) -> NDArray[np.float64]:
+    """Forward and backward ms that the H100 preset predicts for equal tables in one group."""
+    model = CostModel.analytic("h100_sxm").groups
+    shards = [work(rows, dim, pooling_factor, batch_size=batch_size, **changes)] * tables
+    predicted: NDArray[np.float64] = model.predict(model.contributions(shard_features(shards)).sum(axis=0)[None])[0]
+    return predicted
+
+
+def test_h100_preset_is_near_published_unpooled_lookups() -> None:
+    """NVIDIA/recsys-examples@43465ae, dynamicemb benchmark_results.json: TBE without bags, power law 1.05."""
+    access = AccessDistribution.zipf(1_677_721, 1.05)
+    forward, backward = published_group(1_677_721, 128, 1.0, 104_857, 10, access=access, pooling="none")
+    assert forward == pytest.approx(0.345, rel=0.3)
+    assert backward == pytest.approx(0.614, rel=0.3)
+
+
+@pytest.mark.parametrize(("dim", "milliseconds"), [(16, 0.587584), (32, 0.722624), (64, 1.29395), (128, 2.73472)])
+def test_h100_preset_is_near_published_pooled_lookups(dim: int, milliseconds: float) -> None:
+    """P90 forward times in torchrec PR 2365 (the GPU is not named there); dim 16 set the cost of a lookup."""
+    access = AccessDistribution.zipf(100_000, 0.0)
+    assert published_group(100_000, dim, 10.0, 131_072, 16, access=access)[0] == pytest.approx(milliseconds, rel=0.3)
 
 
 def test_pipelines_combine_passes_as_the_training_loop_waits() -> None:
