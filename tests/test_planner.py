@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -179,6 +180,22 @@ def test_rowwise_optimizers_keep_torchrecs_width_unless_nothing_else_fits(caplog
     assert any("numerics" in note for note in tight.report.notes)
     assert sum("numerics" in record.getMessage() for record in caplog.records) == 1  # once per planner
     assert (tight.report.memory_bytes[:, 1] <= 40 * MIB).all()
+
+
+def test_report_says_what_narrower_splits_would_save() -> None:
+    config = bag_config("hot", 200_000, 128)
+    stats = TableStats({"hot": 20.0}, {"hot": AccessDistribution.zipf(200_000, 0.0)})
+    model = bag_collection(config)
+    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
+    auto = planner(4, table_stats=stats)
+    assert widths(plan_json(auto.plan(model, bag_sharders()))[""]["hot"]) == [128]
+    (note,) = [note for note in auto.report.notes if "would save" in note]  # type: ignore[union-attr]
+    least = int(re.search(r"at least (\d+)%", note).group(1)) / 100  # type: ignore[union-attr]
+    anyhow = planner(4, table_stats=stats, column_split="any")
+    anyhow.plan(model, bag_sharders())
+    saved = 1 - anyhow.report.cost.total_ms / auto.report.cost.total_ms  # type: ignore[union-attr]
+    assert 0.02 <= least <= saved + 0.01
+    assert not any("would save" in note for note in anyhow.report.notes)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
