@@ -49,22 +49,26 @@ def sharding_plan(placement: Placement, workload: Workload, module: nn.Module) -
     for index, table in enumerate(workload.tables):
         kind = placement.sharding_types[index]
         shards = [shard for shard in placement.shards if shard.table == index]
-        specification = EnumerableShardingSpec(
-            [
-                ShardMetadata(
-                    shard_offsets=[0, shard.offset],
-                    shard_sizes=[table.num_embeddings, shard.width],
-                    placement=f"rank:{shard.rank}/cpu",
-                )
-                for shard in shards
-            ]
+        replicated = kind == DATA_PARALLEL  # such tables have no shards, and a specification must have some
+        specification = (
+            None
+            if replicated
+            else EnumerableShardingSpec(
+                [
+                    ShardMetadata(
+                        shard_offsets=[0, shard.offset],
+                        shard_sizes=[table.num_embeddings, shard.width],
+                        placement=f"rank:{shard.rank}/cpu",
+                    )
+                    for shard in shards
+                ]
+            )
         )
-        replicated = kind == DATA_PARALLEL
         parameters[table.name] = ParameterSharding(
             sharding_type=kind,
             compute_kernel="dense" if replicated else "fused",
             ranks=list(range(dist.get_world_size())) if replicated else [shard.rank for shard in shards],
-            sharding_spec=None if replicated else specification,
+            sharding_spec=specification,
         )
     return ShardingPlan({path: parameters})
 

@@ -153,6 +153,7 @@ def test_no_room_without_json_prints_nothing_on_stdout(workload: Path, capsys: p
         (["--batch-size", "1"], ["--batch-size is 1 ", "is 2"]),
         (["--local-world-size", "3"], ["--local-world-size 3", "--world-size 2"]),
         (["--hardware", "abacus"], ["--hardware 'abacus'", "generic_cpu"]),
+        (["--hardware", "amd_epyc", "--device", "cuda"], ["--hardware amd_epyc", "--device cpu"]),
         (["--hardware", "h200"], ["--hardware h200", "--device cuda"]),
         (["--cost-model", "nowhere"], ["nowhere"]),
         (["--cost-model", "analytic/abacus"], ["abacus", "generic_cpu"]),
@@ -240,6 +241,6 @@ def test_measure_compute_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_measure_says_what_is_wrong_with_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corrupt = tmp_path / "corrupt.jsonl"
     corrupt.write_text("nonsense\n")
-    for out, words in [(corrupt, "corrupt.jsonl, line 1"), (tmp_path, "cannot be written")]:
+    for out, words in [(corrupt, "corrupt.jsonl, line 1"), (tmp_path, "not a regular file")]:
         assert main(["measure", "compute", "--out", str(out), "--device", "cpu", "--limit", "1"]) == 2
         assert words in capsys.readouterr().err

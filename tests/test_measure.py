@@ -17,7 +17,7 @@ from torchrec_neuroshard.measure.collect import collect_groups, sampled_groups
 from torchrec_neuroshard.measure.heap import recycled_blocks
 from torchrec_neuroshard.measure.pool import base_tables, is_held_out, sample_collective, sample_group
 from torchrec_neuroshard.measure.specs import KERNELS, POOLINGS, CollectiveSpec, GroupSpec, ShardSpec, spec_id
-from torchrec_neuroshard.measure.store import MeasurementStore, read_records
+from torchrec_neuroshard.measure.store import MeasurementStore, RecordError, read_records
 from torchrec_neuroshard.measure.tbe import build_tbe, measure_group
 from torchrec_neuroshard.measure.timing import RepetitionPolicy, repeat
 
@@ -127,6 +127,14 @@ def test_collection_resumes_where_it_stopped(tmp_path: Path) -> None:
         assert record["kind"] == "group" and record["device"] == "cpu"
         assert record["hardware"]["name"] and record["versions"]["torch"] == torch.__version__
         assert record["forward_ms"]["median"] > 0 and record["backward_ms"]["median"] > 0
+
+
+def test_records_of_another_machine_are_not_mixed_with(tmp_path: Path) -> None:
+    path = tmp_path / "groups.jsonl"
+    with MeasurementStore(path) as store:
+        store.append({"kind": "group", "id": "x", "hardware": {"name": "another_machine"}})
+        with pytest.raises(RecordError, match="another_machine.*give another file"):
+            collect_groups(GROUPS, store, CPU, minutes=1, policy=POLICY)
 
 
 def test_no_time_means_no_records(tmp_path: Path) -> None:

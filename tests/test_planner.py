@@ -182,6 +182,18 @@ def test_rowwise_optimizers_keep_torchrecs_width_unless_nothing_else_fits(caplog
     assert (tight.report.memory_bytes[:, 1] <= 40 * MIB).all()
 
 
+def test_plans_beyond_what_the_model_was_trained_on_are_warned_of() -> None:
+    model = bag_collection(bag_config("t", 20_000, 64))
+    apply_optimizer_in_backward(torch.optim.Adam, model.parameters(), {"lr": 0.1})
+    ours = planner(2, table_stats=TableStats({"t": 5.0}), cost_model="cpu")
+    ours.plan(model, bag_sharders())
+    (note,) = [note for note in ours.report.notes if "a guess" in note]  # type: ignore[union-attr]
+    assert "optimizer adam" in note and "1 of the tables" in note
+    plain = planner(2, table_stats=TableStats({"t": 5.0}), cost_model="cpu")
+    plain.plan(bag_collection(bag_config("t", 20_000, 64)), bag_sharders())
+    assert not any("a guess" in note for note in plain.report.notes)  # type: ignore[union-attr]
+
+
 def test_report_says_what_narrower_splits_would_save() -> None:
     config = bag_config("hot", 200_000, 128)
     stats = TableStats({"hot": 20.0}, {"hot": AccessDistribution.zipf(200_000, 0.0)})

@@ -113,3 +113,23 @@ def test_a_missing_file_is_an_error_to_read_and_made_to_write(tmp_path: Path) ->
         list(read_records(path))
     with MeasurementStore(path) as store:
         assert list(store) == []
+
+
+@pytest.mark.parametrize("content", [b"my notes, no newline", b'{"name": "a workload"}', b"\x00\x01\x02", b"[1]\n"])
+def test_what_is_no_measurement_file_is_left_alone(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(RecordError, match="nothing is appended"):
+        MeasurementStore(path)
+    assert path.read_bytes() == content
+    with pytest.raises(RecordError, match="not a regular file"):
+        MeasurementStore(tmp_path)
+
+
+@pytest.mark.parametrize("torn", [b'{"sch', b'{"schema":1,"kind":"gro'])
+def test_a_single_torn_line_is_dropped(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "torn.jsonl"
+    path.write_bytes(torn)
+    with MeasurementStore(path) as store:
+        store.append({"kind": "group"})
+    assert [record["kind"] for record in read_records(path)] == ["group"]

@@ -170,7 +170,7 @@ def test_command_line_trains_and_writes_a_loadable_model(
         ("", "no group records"),
         ("{\n", "line 1"),
         ('{"schema":1,"kind":"group","id":"x"}\n', "'spec' is missing"),
-        ('{"schema":1,"kind":"collective","id":"x","spec":{},"hardware":{"name":"h"}}\n', "no group records"),
+        ('{"schema":1,"kind":"collective","id":"x","spec":{},"hardware":{"name":"h"}}\n', "field 'dims' is missing"),
     ],
 )
 def test_command_line_says_what_is_wrong_with_records(
@@ -181,6 +181,32 @@ def test_command_line_says_what_is_wrong_with_records(
     assert main(["--records", str(path), "--out", str(tmp_path / "model")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"total_ms": {"median": -1.0, "p10": 1.0, "p90": 1.0}}, "total_ms.median"),
+        ({"forward_ms": {"median": float("nan")}}, "forward_ms.median"),
+        ({"lookups": None}, "cannot be used"),
+        ({"hardware": "a machine"}, "cannot be used"),
+        ({"id": ["x"]}, "id must be a text"),
+        ({"disturbance": "much"}, "cannot be used"),
+        ({"spec": None}, "cannot be used"),
+    ],
+)
+def test_impossible_records_are_refused_by_name(
+    tmp_path: Path,
+    records: list[dict[str, Any]],
+    changes: dict[str, Any],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with MeasurementStore(tmp_path / "groups.jsonl") as store:
+        store.append({**records[0], **changes})
+    assert main(["--records", str(store.path), "--out", str(tmp_path / "model")]) == 2
+    said = capsys.readouterr().err
+    assert "groups.jsonl" in said and message in said
 
 
 def test_features_of_a_record_are_those_of_its_spec(records: list[dict[str, Any]]) -> None:

@@ -47,6 +47,7 @@ from torchrec_neuroshard.adapters.sharding_plan import one_shard_per_rank, shard
 from torchrec_neuroshard.adapters.storage import ShardStorage, reserved_capacity
 from torchrec_neuroshard.adapters.table_stats import TableStats
 from torchrec_neuroshard.adapters.topology import DetectedMachine, planning_cluster
+from torchrec_neuroshard.costs.coverage import unmeasured_kinds
 from torchrec_neuroshard.costs.hardware import HARDWARE
 from torchrec_neuroshard.costs.model import CostModel, shipped_models
 from torchrec_neuroshard.costs.registry import resolve_cost_model
@@ -269,6 +270,8 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
                 f"Cost model {cost_model.name!r} describes {measured_on} ranks, but the plan is for {cluster.device}: "
                 "its predictions do not apply. Drop cost_model= for the hardware's own.",
             )
+        for gap in unmeasured_kinds(cost_model, (entry.table for entry in tables)):
+            self._warn(notes, gap)
         maps = compat.sharder_maps(sharders)
         storage = ShardStorage(tables, self._enumerator, maps, self._batch_size, cluster.device)
         problem, result = self._find(tables, cluster, storage, cost_model, notes)

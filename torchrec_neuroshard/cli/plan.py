@@ -107,6 +107,10 @@ def read_request(options: argparse.Namespace) -> Request:
         raise CliError(f"--hardware {hardware!r} is unknown; known are: {known}")
     if hardware in HARDWARE and HARDWARE[hardware].device != options.device:
         raise CliError(f"--hardware {hardware} is for --device {HARDWARE[hardware].device}, not {options.device}")
+    if hardware not in HARDWARE:
+        device = CostModel.load(hardware).card["hardware"]["device"]
+        if device != options.device:
+            raise CliError(f"--hardware {hardware} is for --device {device}, not {options.device}")
     spec = hardware_spec(hardware, options.device)
     hbm_gib = options.hbm_gb if options.hbm_gb is not None else spec.memory_gib
     machine = DetectedMachine(

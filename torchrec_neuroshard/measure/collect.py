@@ -14,7 +14,7 @@ from torchrec_neuroshard.measure.hardware import hardware_fingerprint, software_
 from torchrec_neuroshard.measure.pool import sample_group
 from torchrec_neuroshard.measure.probe import DisturbanceProbe
 from torchrec_neuroshard.measure.specs import CollectiveSpec, GroupSpec, spec_id
-from torchrec_neuroshard.measure.store import MeasurementStore
+from torchrec_neuroshard.measure.store import MeasurementStore, RecordError
 from torchrec_neuroshard.measure.timing import RepetitionPolicy
 
 
@@ -39,6 +39,23 @@ def describe(kind: str, spec: GroupSpec | CollectiveSpec, device: torch.device) 
         "unix_time": round(time.time(), 1),
         "pid": os.getpid(),
     }
+
+
+def records_of_this_machine(store: MeasurementStore, kind: str, device: torch.device) -> list[dict[str, Any]]:
+    """The store's records of a kind.
+
+    Raises:
+        RecordError: some were taken on another kind of machine; training refuses a mixture.
+    """
+    here = hardware_fingerprint(device.type)["name"]
+    records = []
+    for record in store:
+        name = record.get("hardware", {}).get("name")
+        if name != here:
+            raise RecordError(f"{store.path} holds records of {name}, but this machine is {here}; give another file")
+        if record.get("kind") == kind:
+            records.append(record)
+    return records
 
 
 def sampled_groups(seed: int) -> Iterator[GroupSpec]:
@@ -75,7 +92,7 @@ def collect_groups(
     """
     from torchrec_neuroshard.measure.tbe import measure_group
 
-    measured = [record for record in store if record["kind"] == "group"]
+    measured = records_of_this_machine(store, "group", device)
     done = {record["id"] for record in measured}
     probe = DisturbanceProbe(device, [record["probe_median_ms"] for record in measured if "probe_median_ms" in record])
     begun = time.monotonic()

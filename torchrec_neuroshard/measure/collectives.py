@@ -10,7 +10,6 @@ Run it under torchrun, on one host or many, or let it start the ranks itself, on
 from __future__ import annotations
 
 import argparse
-import collections
 import os
 import sys
 import time
@@ -25,11 +24,12 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from torchrec_neuroshard.measure import netns
-from torchrec_neuroshard.measure.collect import CollectionResult, describe
+from torchrec_neuroshard.measure.collect import CollectionResult, describe, records_of_this_machine
 from torchrec_neuroshard.measure.collective_calls import prepared_call
 from torchrec_neuroshard.measure.collective_pool import sample_collective
+from torchrec_neuroshard.measure.processes import end_with_parent
 from torchrec_neuroshard.measure.specs import CollectiveSpec, spec_id
-from torchrec_neuroshard.measure.store import MeasurementStore, RecordError, read_records
+from torchrec_neuroshard.measure.store import MeasurementStore, RecordError
 from torchrec_neuroshard.measure.timing import RepetitionPolicy, Timing
 
 POLICY = RepetitionPolicy(warmup=2, minimum=5, maximum=20, seconds=0.25, relative_error=0.02)
@@ -195,11 +195,14 @@ def _start_ranks(options: argparse.Namespace, arguments: list[str]) -> int:
     """Starts the ranks, which run this module again with the same arguments."""
     module = ["-m", __spec__.name, *arguments]
     try:
-        if options.out.exists():
-            collections.deque(read_records(options.out), maxlen=0)
         _check_hosts(options)
+        with MeasurementStore(options.out) as store:
+            records_of_this_machine(store, "collective", torch.device(options.device))
         if options.hosts > 1:
             return netns.run_on_two_hosts(module, options.world_size // 2, options.link_gbps)
+    except OSError as error:
+        print(f"--out {options.out}: cannot be written ({error.strerror})", file=sys.stderr)
+        return 2
     except (RecordError, netns.NetnsError, ValueError) as error:
         # Said here once, rather than by torchrun about a rank.
         print(error, file=sys.stderr)
@@ -231,6 +234,7 @@ def _check_hosts(options: argparse.Namespace) -> None:
 
 def _run_rank(options: argparse.Namespace) -> int:
     """One rank's share of a collection, under torchrun."""
+    end_with_parent()  # a torchrun that is killed outright would leave its ranks measuring
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if options.device == "cuda":

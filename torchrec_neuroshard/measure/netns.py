@@ -8,7 +8,6 @@ machine's cores.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import shutil
@@ -18,10 +17,11 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Callable, Iterator, Sequence
+
+from torchrec_neuroshard.measure.processes import end_with_parent
 
 INTERFACE = "link0"  # the link's end in each namespace
 _ADDRESSES = ("10.213.7.1", "10.213.7.2")  # seen by nobody outside the namespaces
@@ -29,7 +29,6 @@ _RENDEZVOUS_PORT = 29511
 _PREFIX = "neuroshard"
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_SECONDS = 15.0  # for torchrun to end its ranks
-_PR_SET_PDEATHSIG = 1
 _KILOBYTE = 1024
 
 
@@ -94,8 +93,6 @@ def run_on_two_hosts(arguments: Sequence[str], local_world_size: int, link_gbps:
     # torchrun warns of the threads it chooses and of names that it cannot look up from a namespace, rank by rank.
     quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     environment = {**quiet, **os.environ, "GLOO_SOCKET_IFNAME": INTERFACE}
-    # The kernel ends torchrun when this process dies, even if it is killed outright.
-    end_with_parent = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
     with joined_hosts(link_gbps) as hosts:
         launchers: list[subprocess.Popen[bytes]] = []
         try:
@@ -108,7 +105,7 @@ def run_on_two_hosts(arguments: Sequence[str], local_world_size: int, link_gbps:
                         host.command(command),
                         env=environment,
                         start_new_session=True,  # Ctrl-C reaches this process only, which ends both hosts in order
-                        preexec_fn=end_with_parent,
+                        preexec_fn=end_with_parent,  # torchrun ends when this process does
                     )
                 )
             return _wait(launchers)

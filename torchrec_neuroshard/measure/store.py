@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Iterator, Mapping
 
 SCHEMA_VERSION = 1
+_BEGINNING = b'{"schema":'  # of every record that this module writes
 
 
 class RecordError(ValueError):
@@ -100,12 +101,27 @@ def _open_text(path: Path) -> IO[str]:
 
 
 def _drop_torn_line(path: Path) -> None:
-    if not path.exists() or path.stat().st_size == 0:
+    """Cuts off a last line that a killed writer left unfinished.
+
+    Raises:
+        RecordError: the file is not a measurement file, so that what lies there is not ours to cut.
+    """
+    if not path.exists():
         return
+    if not path.is_file():
+        raise RecordError(f"{path} is not a regular file; give a .jsonl file to append to")
     with open(path, "rb+") as file:
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) == b"\n":
+        file.seek(0, os.SEEK_END)
+        if file.tell() == 0:
             return
+        file.seek(-1, os.SEEK_END)
+        torn = file.read(1) != b"\n"
         file.seek(0)
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+        begins = file.readline()
+        if not (begins[: len(_BEGINNING)] == _BEGINNING or _BEGINNING.startswith(begins)):
+            raise RecordError(
+                f"{path}, line 1: not a record of this package, so nothing is appended; give another file"
+            )
+        if torn:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)

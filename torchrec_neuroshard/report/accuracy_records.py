@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 from torchrec_neuroshard.measure.pool import is_held_out
-from torchrec_neuroshard.measure.specs import CollectiveSpec, GroupSpec
+from torchrec_neuroshard.measure.specs import GroupSpec
 from torchrec_neuroshard.measure.store import RecordError
 from torchrec_neuroshard.training.dataset import records_of_kind, undisturbed
 from torchrec_neuroshard.training.train_collectives import is_modelled, is_test_collective
@@ -72,8 +71,8 @@ def load_evaluation_records(paths: Sequence[str | os.PathLike[str]], held_out: b
         OSError: a file cannot be read.
     """
     files = tuple(str(path) for path in paths)
-    found_groups = _checked("group", paths, _check_group)
-    found_collectives = _checked("collective", paths, _check_collective)
+    found_groups = records_of_kind("group", paths)
+    found_collectives = records_of_kind("collective", paths)
     if not found_groups and not found_collectives:
         raise RecordError(f"{', '.join(files)}: there are no records; collect some first ({_COLLECT})")
     groups, collectives = found_groups, [record for record in found_collectives if is_modelled(record)]
@@ -107,56 +106,3 @@ def load_evaluation_records(paths: Sequence[str | os.PathLike[str]], held_out: b
         unmodelled,
         held_out,
     )
-
-
-def _checked(kind: str, paths: Sequence[str | os.PathLike[str]], check: Callable[[Record], None]) -> list[Record]:
-    """Records of a kind, each of which passed its check; of several of one spec on one machine, the last."""
-    records: dict[tuple[str, str], Record] = {}
-    for path in paths:
-        for record in records_of_kind(kind, [path]):
-            try:
-                check(record)
-                if not isinstance(record["hardware"]["name"], str):
-                    raise ValueError("hardware.name must be a text")
-            except KeyError as error:
-                raise _unusable(path, record, f"field {error} is missing") from error
-            except (AttributeError, IndexError, TypeError, ValueError) as error:
-                raise _unusable(path, record, str(error)) from error
-            records[record["hardware"]["name"], record["id"]] = record
-    return list(records.values())
-
-
-def _unusable(path: str | os.PathLike[str], record: Record, cause: str) -> RecordError:
-    return RecordError(
-        f"{path}: record {record['id']!r} cannot be used ({cause}); delete its line, or collect again with this version"
-    )
-
-
-def _check_group(record: Record) -> None:
-    spec = GroupSpec.from_json(record["spec"])
-    if not spec.shards or not math.isfinite(spec.lookups):
-        raise ValueError("spec: a group needs shards with finite pooling factors")
-    for shard in spec.shards:
-        if shard.access is not None:
-            shard.distribution()
-    for name in ("forward_ms", "backward_ms"):
-        _check_positive(f"{name}.median", record[name]["median"])
-    for quantile in ("median", "p10", "p90"):
-        _check_positive(f"total_ms.{quantile}", record["total_ms"][quantile])
-    if not (math.isfinite(record["lookups"]) and record["lookups"] >= 0):
-        raise ValueError(f"lookups must not be negative, got {record['lookups']!r}")
-
-
-def _check_collective(record: Record) -> None:
-    spec = CollectiveSpec.from_json(record["spec"])
-    if spec.world_size < 2:
-        raise ValueError("spec: a collective over one rank moves nothing, so there is nothing to compare")
-    if len(record["rank_ms"]) != spec.world_size:
-        raise ValueError(f"rank_ms needs one entry per rank ({spec.world_size}), got {len(record['rank_ms'])}")
-    for rank, timing in enumerate(record["rank_ms"]):
-        _check_positive(f"rank_ms[{rank}].median", timing["median"])
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be a positive number of ms, got {value!r}")

@@ -37,7 +37,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--name", default="", help="name on the card (default: the measured hardware)")
     parser.add_argument("--nets", type=_positive, default=TrainingConfig.nets, help="networks averaged")
     parser.add_argument("--epochs", type=_positive, default=TrainingConfig.epochs, help="passes over the records")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=_seed, default=0)
     return parser.parse_args(arguments)
 
 
@@ -49,6 +49,12 @@ def _is_of_a_plan(record: dict[str, Any]) -> bool:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text}")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, got {text}")
     return int(text)
 
 
@@ -76,6 +82,11 @@ def main(arguments: list[str] | None = None) -> int:
         split = split_groups(kept)
     except ValueError as error:
         print(f"error: {', '.join(options.records)}: {error}", file=sys.stderr)
+        return 2
+    try:
+        Path(options.out).mkdir(parents=True, exist_ok=True)  # before minutes of training, not after
+    except OSError as error:
+        print(f"error: --out {options.out}: not a folder that can be written ({error.strerror})", file=sys.stderr)
         return 2
     config = TrainingConfig(nets=options.nets, epochs=options.epochs, seed=options.seed)
     group_model = train_group_model(split, config)

@@ -15,6 +15,7 @@ from torchrec_neuroshard.measure.pool import is_held_out
 from torchrec_neuroshard.measure.probe import DISTURBED
 from torchrec_neuroshard.measure.specs import DATA_TYPES, GroupSpec
 from torchrec_neuroshard.measure.store import RecordError, read_records
+from torchrec_neuroshard.training.record_checks import check_record
 
 _VALIDATION_SHARE = 0.1
 
@@ -115,19 +116,20 @@ def load_groups(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]
 
 
 def records_of_kind(kind: str, paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
-    """All records of a kind; of several of one spec, the last.
+    """All records of a kind; of several of one spec on one machine, the last.
 
     Raises:
-        RecordError: a file is damaged, or a record lacks what every record has.
+        RecordError: a file is damaged, or a record cannot be used.
     """
-    records: dict[str, dict[str, Any]] = {}
+    records: dict[tuple[str, str], dict[str, Any]] = {}
     for path in paths:
         for number, record in enumerate(read_records(path), start=1):
             missing = [name for name in ("kind", "id", "spec", "hardware") if name not in record]
             if missing:
                 raise RecordError(f"{path}, record {number}: field {missing[0]!r} is missing; collect again")
             if record["kind"] == kind:
-                records[record["id"]] = record
+                check_record(path, record)
+                records[record["hardware"]["name"], record["id"]] = record
     return list(records.values())
 
 
