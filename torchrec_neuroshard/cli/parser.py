@@ -49,7 +49,10 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.add_argument("--hardware", metavar="NAME", help="preset or measured machine (default: this one's)")
     plan.add_argument("--planner", choices=PLANNERS, default="neuroshard", help="(default: neuroshard)")
     plan.add_argument(
-        "--cost-model", default="auto", metavar="NAME_OR_PATH", help="auto, a shipped model, analytic/PRESET or a folder"
+        "--cost-model",
+        default="auto",
+        metavar="NAME_OR_PATH",
+        help="auto (default), a shipped model, analytic/PRESET or a folder",
     )
     plan.add_argument("--timeout", type=_positive_float, metavar="S", help="seconds of search at most")
     plan.add_argument("--seed", type=_seed, default=0, metavar="K", help="seed of the search (default: 0)")
