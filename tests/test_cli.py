@@ -244,3 +244,13 @@ def test_measure_says_what_is_wrong_with_the_file(tmp_path: Path, capsys: pytest
     for out, words in [(corrupt, "corrupt.jsonl, line 1"), (tmp_path, "not a regular file")]:
         assert main(["measure", "compute", "--out", str(out), "--device", "cpu", "--limit", "1"]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_traceback(workload: Path) -> None:
+    command = [sys.executable, "-m", "torchrec_neuroshard", "plan", str(workload), "--world-size", "2"]
+    command += ["--device", "cpu", "--cost-model", "analytic/generic_cpu", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+    assert process.returncode == 141

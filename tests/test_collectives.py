@@ -177,6 +177,28 @@ def test_two_ranks_collect_and_resume_where_they_stopped(tmp_path: Path) -> None
     assert gap > 10 and delayed["rank_ms"][0]["median"] - delayed["rank_ms"][1]["median"] > gap / 2
 
 
+def test_ranks_end_with_a_launcher_that_is_killed_outright(tmp_path: Path) -> None:
+    out = tmp_path / "collectives.jsonl"
+    launcher = subprocess.Popen(
+        _command(out, "--minutes", "2"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (out.exists() and out.read_bytes().count(b"\n")):
+            assert time.monotonic() < deadline and launcher.poll() is None
+            time.sleep(0.1)
+        rank = int(next(read_records(out))["pid"])
+        launcher.kill()
+        launcher.wait()
+        deadline = time.monotonic() + 20
+        while _alive(rank):
+            assert time.monotonic() < deadline, "a rank outlives its launcher"
+            time.sleep(0.1)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+
+
 def test_kill_half_way_leaves_a_readable_store_that_resumes(tmp_path: Path) -> None:
     out = tmp_path / "collectives.jsonl"
     launcher = subprocess.Popen(
