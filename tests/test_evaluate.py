@@ -30,7 +30,7 @@ from torchrec_neuroshard.training.train_collectives import collective_data, is_t
 from torchrec_neuroshard.training.train_groups import TrainingConfig, train_group_model
 
 Record = dict[str, Any]
-MACHINE = "made_up"
+MACHINE = "made_up [/x]"  # would be broken markup in a terminal table
 
 
 def summary(ms: float) -> dict[str, Any]:

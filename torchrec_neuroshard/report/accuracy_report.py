@@ -8,6 +8,7 @@ from typing import Any, Iterable, Sequence
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table as RichTable
 
 from torchrec_neuroshard.costs.hardware import HARDWARE
@@ -286,7 +287,7 @@ def _breakdown_table(title: str, part: PartAccuracy) -> RichTable:
         for number, bin in enumerate(breakdown.bins):
             last = number == len(breakdown.bins) - 1
             heading = breakdown.title if number == 0 else ""
-            table.add_row(heading, bin.label, str(bin.records), *_error_cells(bin.errors), end_section=last)
+            table.add_row(heading, escape(bin.label), str(bin.records), *_error_cells(bin.errors), end_section=last)
     return table
 
 
