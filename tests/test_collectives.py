@@ -179,14 +179,7 @@ def test_two_ranks_collect_and_resume_where_they_stopped(tmp_path: Path) -> None
 
 def test_ranks_end_with_a_launcher_that_is_killed_outright(tmp_path: Path) -> None:
     out = tmp_path / "collectives.jsonl"
-    launcher = subprocess.Popen(
-        _command(out, "--minutes", "2"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while not (out.exists() and out.read_bytes().count(b"\n")):
-            assert time.monotonic() < deadline and launcher.poll() is None
-            time.sleep(0.1)
+    with _launched(_command(out, "--minutes", "2"), out) as launcher:
         rank = int(next(read_records(out))["pid"])
         launcher.kill()
         launcher.wait()
@@ -194,29 +187,14 @@ def test_ranks_end_with_a_launcher_that_is_killed_outright(tmp_path: Path) -> No
         while _alive(rank):
             assert time.monotonic() < deadline, "a rank outlives its launcher"
             time.sleep(0.1)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(launcher.pid, signal.SIGKILL)
 
 
 def test_kill_half_way_leaves_a_readable_store_that_resumes(tmp_path: Path) -> None:
     out = tmp_path / "collectives.jsonl"
-    launcher = subprocess.Popen(
-        _command(out, "--minutes", "2"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not out.exists() or len(list(read_records(out))) < 4:
-            assert launcher.poll() is None, "the collector ended by itself"
-            assert time.monotonic() < deadline, "no records were written"
-            time.sleep(0.05)
+    with _launched(_command(out, "--minutes", "2"), out, records=4) as launcher:
         # The writer itself dies without notice; torchrun then ends the other rank.
         os.kill(next(read_records(out))["pid"], signal.SIGKILL)
         assert launcher.wait(timeout=120) != 0
-    finally:
-        if launcher.poll() is None:
-            launcher.kill()
-            launcher.wait()
     before = _ids(out)
     assert len(before) >= 4 and before == _expected_ids(len(before))
     # What a kill in the middle of a write leaves behind:
@@ -340,7 +318,7 @@ def test_two_emulated_hosts_collect_and_resume(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_collection_leaves_no_hosts_behind(ending: signal.Signals, tmp_path: Path) -> None:
     out = tmp_path / "collectives.jsonl"
-    with _launched_on_two_hosts(out) as launcher:
+    with _launched(_collect_on_two_hosts(out, "--minutes", "2"), out) as launcher:
         launcher.send_signal(ending)
         assert launcher.wait(timeout=60) != 0
     assert not _alive(next(read_records(out))["pid"])
@@ -349,7 +327,7 @@ def test_an_interrupted_collection_leaves_no_hosts_behind(ending: signal.Signals
 @pytest.mark.usefixtures("emulation", "no_hosts_left")
 def test_what_a_killed_collection_leaves_is_cleared_by_the_next(tmp_path: Path) -> None:
     out = tmp_path / "collectives.jsonl"
-    with _launched_on_two_hosts(out) as launcher:
+    with _launched(_collect_on_two_hosts(out, "--minutes", "2"), out) as launcher:
         left = [name for name in netns.namespaces() if f"-{launcher.pid}-" in name]
         launcher.kill()
         launcher.wait(timeout=60)
@@ -361,13 +339,12 @@ def test_what_a_killed_collection_leaves_is_cleared_by_the_next(tmp_path: Path) 
 
 
 @contextlib.contextmanager
-def _launched_on_two_hosts(out: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A collection that has written its first record."""
-    command = _collect_on_two_hosts(out, "--minutes", "2")
+def _launched(command: list[str], out: Path, records: int = 1) -> Iterator[subprocess.Popen[bytes]]:
+    """A collection that has written its first records; whatever is left of it ends with the context."""
     launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         deadline = time.monotonic() + 120
-        while not out.exists() or not list(read_records(out)):
+        while not out.exists() or len(list(read_records(out))) < records:
             assert launcher.poll() is None, "the collector ended by itself"
             assert time.monotonic() < deadline, "no records were written"
             time.sleep(0.05)
@@ -376,6 +353,8 @@ def _launched_on_two_hosts(out: Path) -> Iterator[subprocess.Popen[bytes]]:
         if launcher.poll() is None:
             launcher.terminate()
             launcher.wait(timeout=60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
 
 
 def _alive(pid: int) -> bool:

@@ -129,10 +129,11 @@ def test_collection_resumes_where_it_stopped(tmp_path: Path) -> None:
         assert record["forward_ms"]["median"] > 0 and record["backward_ms"]["median"] > 0
 
 
-def test_records_of_another_machine_are_not_mixed_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hardware", [{"name": "another_machine"}, "another_machine"])
+def test_records_of_another_machine_are_not_mixed_with(tmp_path: Path, hardware: object) -> None:
     path = tmp_path / "groups.jsonl"
     with MeasurementStore(path) as store:
-        store.append({"kind": "group", "id": "x", "hardware": {"name": "another_machine"}})
+        store.append({"kind": "group", "id": "x", "hardware": hardware})
         with pytest.raises(RecordError, match="another_machine.*give another file"):
             collect_groups(GROUPS, store, CPU, minutes=1, policy=POLICY)
 

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchrec_neuroshard.access import AccessDistribution
+from torchrec_neuroshard.problem import DATA_TYPE_BYTES
 
 FEATURE_SET = "shard-v2"
 
@@ -30,9 +31,9 @@ _MID_LEVEL = 3  # lookups beyond CACHE_BYTES[_MID_LEVEL - 1] have a work term of
 
 OPTIMIZERS: tuple[str, ...] = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 
-KERNELS: tuple[str, ...] = ("fused", "dense")
-POOLINGS: tuple[str, ...] = ("sum", "none")
-DATA_TYPES: tuple[str, ...] = ("fp32", "fp16")
+KERNELS: tuple[str, ...] = ("fused", "dense")  # optimizer fused into the TBE; a dense gradient, then a step
+POOLINGS: tuple[str, ...] = ("sum", "none")  # bags summed to one row; every row looked up returned (sequences)
+DATA_TYPES: tuple[str, ...] = tuple(DATA_TYPE_BYTES)
 
 # Code paths of the TBE: all shards of a group share (kernel, pooling, optimizer, data type), and work costs
 # differently in each.

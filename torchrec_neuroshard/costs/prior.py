@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from torchrec_neuroshard.costs.features import REGIMES, WORK_TERMS
 
-PASSES = ("forward", "backward")
 _MINIMUM_RECORDS = 60  # of one code path, below which the fit to all records serves it
 _ANY = "any"  # code paths that have no coefficients of their own
 

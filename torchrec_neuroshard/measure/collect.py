@@ -50,7 +50,8 @@ def records_of_this_machine(store: MeasurementStore, kind: str, device: torch.de
     here = hardware_fingerprint(device.type)["name"]
     records = []
     for record in store:
-        name = record.get("hardware", {}).get("name")
+        hardware = record.get("hardware")
+        name = hardware.get("name") if isinstance(hardware, dict) else hardware
         if name != here:
             raise RecordError(f"{store.path} holds records of {name}, but this machine is {here}; give another file")
         if record.get("kind") == kind:

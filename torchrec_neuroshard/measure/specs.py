@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Mapping
 
 from torchrec_neuroshard.access import AccessDistribution
+from torchrec_neuroshard.costs.features import KERNELS, OPTIMIZERS, POOLINGS
+from torchrec_neuroshard.problem import DATA_TYPE_BYTES
 
-OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad", "adam")
-DATA_TYPES = {"fp32": 4, "fp16": 2}  # name -> bytes per element
-KERNELS = ("fused", "dense")  # TBE with the optimizer fused in; TBE with a dense gradient, then an optimizer step
-POOLINGS = ("sum", "none")  # bags summed to one row; every row looked up returned (sequence embeddings)
+DATA_TYPES = DATA_TYPE_BYTES
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
 
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -13,6 +13,7 @@ import torch
 from torchrec_neuroshard.costs.group_model import GroupCostModel
 from torchrec_neuroshard.costs.hardware import HARDWARE
 from torchrec_neuroshard.costs.model import CostModel
+from torchrec_neuroshard.measure.specs import GroupSpec
 from torchrec_neuroshard.measure.store import RecordError
 from torchrec_neuroshard.training.dataset import load_groups, split_groups, undisturbed
 from torchrec_neuroshard.training.evaluate import collective_accuracy, group_accuracy
@@ -25,8 +26,8 @@ from torchrec_neuroshard.training.train_collectives import (
 )
 from torchrec_neuroshard.training.train_groups import TrainingConfig, train_group_model
 
-# Properties that all shards of a group share, with what a record leaves unsaid.
-_KINDS = {"optimizer": "sgd", "data_type": "fp32", "weighted": False, "kernel": "fused", "pooling": "sum"}
+# Properties that all shards of a group share.
+_KINDS = ("optimizer", "data_type", "weighted", "kernel", "pooling")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -107,6 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
         preset = HARDWARE["generic_cpu" if groups[0]["device"] == "cpu" else "generic_gpu"]
         collective_model = CostModel.analytic("generic_cpu").collectives
         collective_model.prior = preset.collective_prior()
+    specs = [GroupSpec.from_json(record["spec"]) for record in kept]
     card = {
         "hardware": groups[0]["hardware"],
         "versions": groups[0]["versions"],
@@ -123,10 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
         "collectives_provenance": "measured" if training else "analytic",
         "accuracy": accuracy,
         "training": vars(config),
-        "measured_kinds": {
-            name: dict(Counter(str(record["spec"].get(name, default)) for record in kept))
-            for name, default in _KINDS.items()
-        },
+        "measured_kinds": {name: dict(Counter(str(getattr(spec, name)) for spec in specs)) for name in _KINDS},
         "limits": "One thread and one core per rank; ranks of the collective records shared this machine's cores.",
     }
     name = options.name or groups[0]["hardware"]["name"]
