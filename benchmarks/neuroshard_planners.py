@@ -94,9 +94,9 @@ def variant_model(planner: str, cost_model: str) -> CostModel:
     """The cost model that a variant's search sees."""
     model = _base_model(cost_model)
     if planner == "neuroshard_additive":
-        return dataclasses.replace(model, groups=AdditiveGroupModel(model.groups))
+        return dataclasses.replace(model, groups=AdditiveGroupModel(model.groups), ensemble=None)
     if planner == "neuroshard_prior" and isinstance(model.groups, GroupCostModel):
-        return dataclasses.replace(model, groups=GroupCostModel(model.groups.prior))
+        return dataclasses.replace(model, groups=GroupCostModel(model.groups.prior), ensemble=None)
     return model
 
 
@@ -111,7 +111,7 @@ def _model_fingerprint(cost_model: str) -> str:
     digest = hashlib.sha256(json.dumps(model.card, sort_keys=True, default=str).encode())
     if isinstance(model.groups, GroupCostModel):
         digest.update(json.dumps(model.groups.prior.to_json(), sort_keys=True).encode())
-        for net in model.groups.nets:
+        for net in (*model.groups.nets, *(model.ensemble.nets if model.ensemble is not None else ())):
             for name, tensor in sorted(net.state_dict().items()):
                 digest.update(name.encode() + tensor.numpy().tobytes())
     if model.collectives.net is not None:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from benchmarks.neuroshard_planners import VARIANTS, plan_with_neuroshard
 from benchmarks.rank_costs import rank_work
 from benchmarks.skewed_workloads import SAMPLES_PER_RANK, SEEDS, WORLD_SIZES, skewed_workload
-from torchrec_neuroshard.measure.collect import collect_groups
+from torchrec_neuroshard.measure.collect import Sampled, collect_groups
 from torchrec_neuroshard.measure.specs import GroupSpec
 from torchrec_neuroshard.measure.store import MeasurementStore
 from torchrec_neuroshard.measure.timing import RepetitionPolicy
@@ -51,7 +51,7 @@ def main() -> int:
     torch.set_num_threads(1)
     with MeasurementStore(args.out) as store, tqdm(unit="record") as bar:
         result = collect_groups(
-            searched_groups(seeds, args.cost_model, args.planners),
+            (Sampled(spec, "plan") for spec in searched_groups(seeds, args.cost_model, args.planners)),
             store,
             torch.device("cpu"),
             args.minutes,

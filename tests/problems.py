@@ -8,7 +8,8 @@ from typing import Iterator
 import numpy as np
 
 from torchrec_neuroshard.access import AccessDistribution
-from torchrec_neuroshard.costs.group_model import GroupCostModel, GroupNet
+from torchrec_neuroshard.costs.group_model import GroupCostModel
+from torchrec_neuroshard.costs.group_net import GroupNet
 from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.problem import (
     COLUMN_WISE,

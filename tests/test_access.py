@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrec_neuroshard.access import AccessDistribution, scatter_ranks
+from torchrec_neuroshard.access import ID_ORDERS, AccessDistribution, scatter_ranks
 
 rows_strategy = st.integers(1, 10**8)
 exponents = st.floats(0.0, 1.5)
@@ -115,3 +115,43 @@ def test_bad_input_is_named() -> None:
         AccessDistribution(np.ones(2), np.ones(2))
     with pytest.raises(ValueError, match="one length"):
         AccessDistribution(np.ones(2), np.full(3, 1 / 3))
+
+
+@pytest.mark.parametrize(("id_order", "share"), [("frequency", 0.64), ("scattered", 0.125)])
+def test_the_first_of_eight_row_blocks(id_order: str, share: float) -> None:
+    distribution = AccessDistribution.zipf(1_000_000, 0.8)
+    found, block = distribution.row_block(0, 125_000, 1_000_000, id_order)
+    assert found == pytest.approx(share, abs=0.01)
+    assert block.rows == 125_000
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1000, 10**8),  # in smaller blocks the chance that moves lookups between them matters
+    exponent=st.floats(0.0, 1.3),
+    blocks=st.integers(1, 8),
+    lookups=st.integers(100, 10**6),
+    id_order=st.sampled_from(ID_ORDERS),
+)
+def test_row_blocks_add_up_to_the_table(rows: int, exponent: float, blocks: int, lookups: int, id_order: str) -> None:
+    distribution = AccessDistribution.zipf(rows, exponent)
+    edges = np.linspace(0, rows, blocks + 1).astype(int)
+    parts = [distribution.row_block(a, b, rows, id_order) for a, b in zip(edges[:-1], edges[1:])]
+    assert sum(share for share, _ in parts) == pytest.approx(1.0)
+    assert [block.rows for _, block in parts] == np.diff(edges).tolist()
+    unique = sum(block.expected_unique(share * lookups) for share, block in parts)
+    assert unique == pytest.approx(distribution.expected_unique(lookups), rel=0.02, abs=0.5)
+    if id_order == "frequency":
+        shares = [share / block.rows for share, block in parts]
+        assert np.all(np.diff(shares) <= 1e-9)
+
+
+def test_blocks_that_nobody_looks_up_and_bad_blocks() -> None:
+    half = AccessDistribution(np.asarray([50.0, 50.0]), np.asarray([1.0, 0.0]))
+    share, block = half.row_block(60, 100, 100, "frequency")
+    assert share == 0.0 and block.rows == 40
+    for first, last in ((0, 0), (5, 101), (-1, 5)):
+        with pytest.raises(ValueError, match="no block of a table of 100 rows"):
+            half.row_block(first, last, 100)
+    with pytest.raises(ValueError, match="scattered, frequency"):
+        half.row_block(0, 10, 100, "random")

@@ -19,8 +19,7 @@ from torchrec_neuroshard.measure import collectives, netns
 from torchrec_neuroshard.measure.collective_calls import buffer_sizes, split_sizes
 from torchrec_neuroshard.measure.collective_pool import estimated_call_ms, sample_collective
 from torchrec_neuroshard.measure.specs import COLLECTIVES, CollectiveSpec, spec_id
-from torchrec_neuroshard.measure.store import MeasurementStore, read_records
-from torchrec_neuroshard.training.train_collectives import collective_data, load_collectives
+from torchrec_neuroshard.measure.store import read_records
 
 WORLD_SIZE = 2
 SEED = 1031  # its third call has one rank start 14.7 ms after the other
@@ -135,20 +134,6 @@ def test_every_collective_runs_on_two_ranks(tmp_path: Path) -> None:
     records = list(read_records(out))
     assert {record["spec"]["name"] for record in records} == set(COLLECTIVES)
     assert {(record["hosts"], record["local_world_size"], record["link_gbps"]) for record in records} == {(1, 2, None)}
-
-
-def test_the_model_trains_on_all_to_alls_of_one_host_only(tmp_path: Path) -> None:
-    out = tmp_path / "collectives.jsonl"
-    specs = [sample_collective(SEED, index, 2) for index in range(40)]
-    specs += [sample_collective(SEED, index, 2, 1, 1.0) for index in range(40)]
-    with MeasurementStore(out) as store:
-        for spec in specs:
-            timings = [{"median": 1.0}, {"median": 2.0}]
-            fields = {"kind": "collective", "id": spec_id(spec), "hardware": {"name": "made_up"}}
-            store.append({**fields, "spec": spec.to_json(), "rank_ms": timings})
-    kept = [spec_id(spec) for spec in specs[:40] if spec.name == "all_to_all"]
-    assert [record["id"] for record in load_collectives([out])] == kept and len(kept) > 10
-    assert [len(part) for part in collective_data(read_records(out))] == [len(kept)]
 
 
 def test_two_ranks_collect_and_resume_where_they_stopped(tmp_path: Path) -> None:

@@ -19,14 +19,14 @@ from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.measure.pool import is_held_out, sample_group
 from torchrec_neuroshard.measure.probe import DISTURBED
-from torchrec_neuroshard.measure.specs import CollectiveSpec, GroupSpec, ShardSpec, spec_id
+from torchrec_neuroshard.measure.specs import COLLECTIVES, CollectiveSpec, GroupSpec, ShardSpec, spec_id
 from torchrec_neuroshard.measure.store import MeasurementStore
 from torchrec_neuroshard.report.accuracy_bins import Times
 from torchrec_neuroshard.report.accuracy_records import load_evaluation_records
 from torchrec_neuroshard.report.accuracy_report import AccuracyReport, mean_dim
+from torchrec_neuroshard.training.collective_data import collective_data, is_test_collective
 from torchrec_neuroshard.training.dataset import group_data, split_groups
 from torchrec_neuroshard.training.evaluate import group_accuracy, predict_collectives, predict_groups
-from torchrec_neuroshard.training.train_collectives import collective_data, is_test_collective
 from torchrec_neuroshard.training.train_groups import TrainingConfig, train_group_model
 
 Record = dict[str, Any]
@@ -53,15 +53,18 @@ def group_record(spec: GroupSpec, forward_ms: float, backward_ms: float) -> Reco
 
 
 def collective_spec(index: int, ranks: int) -> CollectiveSpec:
+    """Of every kind; 4 ranks are on two hosts."""
     rng = np.random.default_rng([7, index, ranks])
+    name = COLLECTIVES[max(0, index % 6 - 2)]
     return CollectiveSpec(
-        "all_to_all",
+        name,
         ranks,
-        int(2 ** rng.uniform(5, 11)),
-        tuple(4 * int(dim) for dim in rng.integers(1, 100, ranks)),
-        direction=("forward", "backward")[index % 2],
+        int(2 ** rng.uniform(5, 11)) if name != "all_reduce" else 1,
+        tuple(4 * int(dim) for dim in rng.integers(1, 100, ranks if name == "all_to_all" else 1)),
+        direction=("forward", "backward")[index % 2] if name == "all_to_all" else "forward",
         start_delays_ms=tuple(rng.exponential(2.0, ranks).round(3).tolist()) if index % 3 == 0 else (),
         seed=index,
+        local_world_size=2 if ranks == 4 else 0,
     )
 
 
@@ -86,7 +89,7 @@ def records_of(model: CostModel, slowdown: Callable[[GroupSpec], float] = lambda
         calls = [collective_spec(index, ranks) for index in range(20)]
         blank = [collective_record(spec, [1.0] * ranks) for spec in calls]
         (data,) = collective_data(blank)
-        for spec, times in zip(calls, predict_collectives(model.collectives, data)):
+        for spec, times in zip(calls, predict_collectives(model.collectives, data).per_rank):
             records.append(collective_record(spec, times.tolist()))
     return records
 
@@ -195,7 +198,7 @@ def test_a_known_bias_is_found_where_it_is(tmp_path: Path, model: CostModel) -> 
 def test_figures_are_those_of_training(tmp_path: Path) -> None:
     """A trained model, evaluated on held-out tables: the numbers on its card."""
     records = [record for record in records_of(made_up_model(), lambda spec: 1.3) if record["kind"] == "group"]
-    split = split_groups(records)
+    split = split_groups(group_data(records))
     trained = train_group_model(split, TrainingConfig(nets=1, epochs=2), log=lambda _: None)
     model = dataclasses.replace(made_up_model(), groups=trained)
     model.card["hardware"] = {"name": MACHINE}
@@ -252,9 +255,21 @@ def test_errors_of_collectives_are_told_apart_by_ranks(tmp_path: Path, model: Co
         ("4", 0.0, 20),
         ("16", 3.0, 20),
     ]
-    both = [bin["bin"] for bin in by["ranks_and_direction"]]
-    assert both[0] == "2 ranks, backward" and both[-1] == "16 ranks, forward"
-    assert [bin["bin"] for bin in by["direction"]] == ["backward", "forward"]
+    both = [bin["bin"] for bin in by["ranks_and_kind"]]
+    assert both[0] == "2 ranks, all_gather" and both[-1] == "16 ranks, reduce_scatter"
+    assert [bin["bin"] for bin in by["kind"]] == [
+        "all_gather",
+        "all_reduce",
+        "all_to_all backward",
+        "all_to_all forward",
+        "reduce_scatter",
+    ]
+    assert [(bin["bin"], bin["records"]) for bin in by["hosts"]] == [("1", 40), ("2", 20)]
+    assert {bin["bin"] for bin in by["layout"]} == {"1x2", "1x16", "2x2"}
+    overall = report.collectives.overall
+    assert overall["by_ranks"]["16_ranks"]["slowest"]["bias"] == 3.0
+    assert overall["by_hosts"]["2_hosts"]["records"] == overall["by_layout"]["2x2"]["records"] == 20
+    assert sum(part["records"] for part in overall["by_kind"].values()) == 60
 
 
 def test_one_record_is_enough(tmp_path: Path, model: CostModel, exact: list[Record]) -> None:
@@ -289,15 +304,12 @@ def test_one_group_on_two_machines_is_two_records(tmp_path: Path, exact: list[Re
 
 def test_what_is_left_out_is_counted_and_said(tmp_path: Path, model: CostModel, exact: list[Record]) -> None:
     disturbed = [{**record, "disturbance": DISTURBED + 0.1} for record in exact[:3]]
-    reduced = CollectiveSpec("all_reduce", 2, 1, (1000,))
-    report = report_on(tmp_path, model, [*disturbed, *exact[3:10], collective_record(reduced, [1.0, 1.0])])
+    report = report_on(tmp_path, model, [*disturbed, *exact[3:10]])
     counts = report.to_json()["records"]
     assert (counts["groups"], counts["collectives"]) == (7, 0)
     assert counts["dropped_as_disturbed"] == {"groups": 3, "collectives": 0}
-    assert counts["left_out_as_not_modelled"] == {"collectives": 1}
-    dropped, unmodelled = report.warnings
+    (dropped,) = report.warnings
     assert "3 groups and 0 collectives were dropped" in dropped
-    assert "1 collectives were left out" in unmodelled
 
 
 @pytest.mark.parametrize(
@@ -391,7 +403,7 @@ def test_unreadable_files_are_exit_2(tmp_path: Path, file: Path, capsys: pytest.
     check_refused(capsys, ["absent.jsonl: cannot be read", "measure"], "--records", file, tmp_path / "absent.jsonl")
     check_refused(capsys, [f"{tmp_path}: cannot be read"], "--records", tmp_path)
     cut = tmp_path / "cut.jsonl.xz"
-    records = Path(__file__).parent.parent / "benchmarks" / "records" / "cpu" / "collectives.jsonl.xz"
+    records = Path(__file__).parent.parent / "benchmarks" / "records" / "amd_epyc_l3_32m" / "collectives.jsonl.xz"
     cut.write_bytes(records.read_bytes()[:4000])
     check_refused(capsys, ["cut.jsonl.xz: damaged", "restore the file"], "--records", cut)
 
@@ -426,9 +438,6 @@ def test_files_without_a_usable_record_are_exit_2(
     check_refused(capsys, ["seen.jsonl: none of 4 groups", "leave out --held-out"], "--records", path, "--held-out")
     path = write(tmp_path / "noisy.jsonl", [{**record, "disturbance": 9.0} for record in seen])
     check_refused(capsys, ["noisy.jsonl: all 4 records", "quiet machine"], "--records", path)
-    reduced = collective_record(CollectiveSpec("all_reduce", 2, 1, (1000,)), [1.0, 1.0])
-    path = write(tmp_path / "reduce.jsonl", [reduced])
-    check_refused(capsys, ["reduce.jsonl: all 1 records", "only all-to-alls"], "--records", path)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrec_neuroshard.measure.batches import bag_lengths, synthesize_batch
-from torchrec_neuroshard.measure.collect import collect_groups, sampled_groups
+from torchrec_neuroshard.measure.collect import Sampled, collect_groups, sampled_groups
 from torchrec_neuroshard.measure.heap import recycled_blocks
 from torchrec_neuroshard.measure.pool import base_tables, is_held_out, sample_collective, sample_group
+from torchrec_neuroshard.measure.reference import reference_of
 from torchrec_neuroshard.measure.specs import KERNELS, POOLINGS, CollectiveSpec, GroupSpec, ShardSpec, spec_id
 from torchrec_neuroshard.measure.store import MeasurementStore, RecordError, read_records
 from torchrec_neuroshard.measure.tbe import build_tbe, measure_group
@@ -115,10 +116,10 @@ def test_recycled_blocks_leave_later_allocations_alone() -> None:
 def test_collection_resumes_where_it_stopped(tmp_path: Path) -> None:
     path = tmp_path / "groups.jsonl"
     with MeasurementStore(path) as store:
-        first = collect_groups(GROUPS, store, CPU, minutes=1, policy=POLICY, limit=2)
+        first = collect_groups(map(Sampled, GROUPS), store, CPU, minutes=1, policy=POLICY, limit=2)
     assert (first.written, first.skipped) == (2, 0)
     with MeasurementStore(path) as store:
-        second = collect_groups(GROUPS, store, CPU, minutes=1, policy=POLICY)
+        second = collect_groups(map(Sampled, GROUPS), store, CPU, minutes=1, policy=POLICY)
     assert (second.written, second.skipped) == (1, 2)
     records = list(read_records(path))
     assert [record["id"] for record in records] == [spec_id(spec) for spec in GROUPS]
@@ -127,6 +128,8 @@ def test_collection_resumes_where_it_stopped(tmp_path: Path) -> None:
         assert record["kind"] == "group" and record["device"] == "cpu"
         assert record["hardware"]["name"] and record["versions"]["torch"] == torch.__version__
         assert record["forward_ms"]["median"] > 0 and record["backward_ms"]["median"] > 0
+        assert record["sampling"] == "random"
+        assert (reference_of(record) > 0).all()
 
 
 @pytest.mark.parametrize("hardware", [{"name": "another_machine"}, "another_machine"])
@@ -135,7 +138,7 @@ def test_records_of_another_machine_are_not_mixed_with(tmp_path: Path, hardware:
     with MeasurementStore(path) as store:
         store.append({"kind": "group", "id": "x", "hardware": hardware})
         with pytest.raises(RecordError, match="another_machine.*give another file"):
-            collect_groups(GROUPS, store, CPU, minutes=1, policy=POLICY)
+            collect_groups(map(Sampled, GROUPS), store, CPU, minutes=1, policy=POLICY)
 
 
 def test_no_time_means_no_records(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ import pytest
 import torch
 from planner_models import bag_collection, bag_config
 from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_neuroshard.access import AccessDistribution
+from torchrec_neuroshard.adapters.module_tables import collect_tables
 from torchrec_neuroshard.adapters.table_stats import TableStats, TableStatsError
 
 
@@ -42,6 +44,23 @@ def test_access_follows_the_ids() -> None:
     assert stats.access["even"].top_mass(3) < 0.05
 
 
+def test_ids_sorted_by_popularity_are_told_from_scattered_ones() -> None:
+    rng = np.random.default_rng(0)
+    names, exponents = ("sorted", "scattered", "even"), (0.8, 0.8, 0.0)
+    ranks = [AccessDistribution.zipf(10_000, exponent).sample(5000, rng) for exponent in exponents]
+    ranks[1] = rng.permutation(10_000)[ranks[1]]
+    batch = kjt(**{f"f_{name}": [ids.tolist()] for name, ids in zip(names, ranks)})
+    stats = TableStats.from_batches([batch], [bag_config(name, 10_000, 8) for name in names])
+    assert dict(stats.id_orders) == {"sorted": "frequency", "scattered": "scattered", "even": "scattered"}
+
+
+def test_a_file_may_hold_a_reuse_histogram() -> None:
+    truth = AccessDistribution.zipf(50_000, 0.7)
+    reuse = {"rows": 50_000, "lookups": 10_000, "shares": truth.reuse_histogram(10_000, "rows").tolist()}
+    stats = TableStats.from_json({"schema": 1, "tables": {"t": {"reuse_histogram": reuse}}})
+    assert stats.access["t"].expected_unique(20_000) == pytest.approx(truth.expected_unique(20_000), rel=0.05)
+
+
 def test_max_lookups_caps_the_ids_but_not_the_pooling_factor() -> None:
     batches = [kjt(f_t=[[0] * 50]), kjt(f_t=[list(range(50))])]
     stats = TableStats.from_batches(batches, [bag_config("t", 1000, 8)], max_lookups=50)
@@ -66,11 +85,12 @@ def test_a_plain_name_serves_any_module() -> None:
 
 
 def test_saved_statistics_come_back(tmp_path: Path) -> None:
-    stats = TableStats({"t": 2.5, "only_pooling": 1.0}, {"t": AccessDistribution.zipf(500, 1.1)})
+    stats = TableStats({"t": 2.5, "only_pooling": 1.0}, {"t": AccessDistribution.zipf(500, 1.1)}, {"t": "frequency"})
     stats.save(tmp_path / "stats.json")
     loaded = TableStats.load(tmp_path / "stats.json")
     assert loaded.pooling_factors == stats.pooling_factors
     assert set(loaded.access) == {"t"}
+    assert loaded.id_order("any", "t") == "frequency" and loaded.id_order("any", "only_pooling") == "scattered"
     np.testing.assert_allclose(loaded.access["t"].masses, stats.access["t"].masses)
 
 
@@ -82,6 +102,8 @@ def test_saved_statistics_come_back(tmp_path: Path) -> None:
         (json.dumps({"schema": 1}), ["'tables'"]),
         (json.dumps({"schema": 1, "tables": {"t": {"access": {"counts": [1]}}}}), ["tables.t"]),
         (json.dumps({"schema": 1, "tables": {"t": {"pooling_factor": -1}}}), ["'t'", "at least 0"]),
+        (json.dumps({"schema": 1, "tables": {"t": {"id_order": "random"}}}), ["'t'", "scattered, frequency"]),
+        (json.dumps({"schema": 1, "tables": {"t": {"reuse_histogram": {"rows": 5}}}}), ["tables.t", "shares"]),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, content: str, words: list[str]) -> None:
@@ -131,3 +153,12 @@ def test_a_single_tensor_instead_of_a_list_is_explained() -> None:
     kjt = KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1]), torch.tensor([1]))
     with pytest.raises(TableStatsError, match=r"\[kjt\]"):
         TableStats.from_batches(kjt, [bag_config("a", 10, 8, ["f"])])
+
+
+def test_the_order_of_ids_reaches_the_planned_tables() -> None:
+    model = bag_collection(bag_config("a", 100, 16), bag_config("b", 100, 16))
+    stats = TableStats({"a": 2.0}, {"a": AccessDistribution.zipf(100, 1.0)}, {"a": "frequency"})
+    found = collect_tables(model, [EmbeddingBagCollectionSharder()], None, "cpu", 64, stats)
+    assert {table.name: table.table.id_order for table in found} == {"a": "frequency", "b": "scattered"}
+    unknown = collect_tables(model, [EmbeddingBagCollectionSharder()], None, "cpu", 64)
+    assert {table.table.id_order for table in unknown} == {"scattered"}

@@ -10,10 +10,13 @@ import pytest
 import torch
 from torchrec.modules.embedding_configs import DataType
 
+from torchrec_neuroshard.access import AccessDistribution
 from torchrec_neuroshard.adapters.workload_model import embedding_model, parameter_constraints, table_stats
 from torchrec_neuroshard.workload import Workload, WorkloadError
 
 TABLE = {"name": "a", "num_embeddings": 100, "embedding_dim": 16}
+ONCE = [1.0, *[0.0] * 16]  # every row of the batch is hit once
+REUSE = {"reuse_histogram": ONCE, "reuse_histogram_lookups": 50}
 
 
 def workload(*tables: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -113,6 +116,15 @@ def test_constraints_as_object_and_as_words(constraint: Any, expected: dict, cac
         (workload({**TABLE, "features": [1, "x"]}), r"tables\[0\].features"),
         (workload({**TABLE, "features": ["x", "x"]}), r"tables\[0\].features"),
         (workload({**TABLE, "alpha": float("inf")}), r"tables\[0\].alpha"),
+        (workload({**TABLE, "id_order": "random"}), r"tables\[0\].id_order.*scattered, frequency"),
+        (workload({**TABLE, "reuse_histogram": ONCE}), r"\[0\].reuse_histogram_lookups.*_batch_size"),
+        (workload({**TABLE, **REUSE, "reuse_histogram_batch_size": 9}), r"reuse_histogram_lookups.*not both"),
+        (workload({**TABLE, **REUSE, "alpha": 1}), r"tables\[0\].alpha.*beside a 'reuse_histogram'"),
+        (workload({**TABLE, **REUSE, "reuse_histogram_of": "bags"}), r"reuse_histogram_of.*rows, lookups"),
+        (workload({**TABLE, **REUSE, "reuse_histogram": "flat"}), r"reuse_histogram.*list of 17 shares"),
+        (workload({**TABLE, **REUSE, "reuse_histogram": [1.0]}), r"reuse_histogram.*17 shares"),
+        (workload({**TABLE, **REUSE, "reuse_histogram_lookups": 5000}), r"5000 rows or more, but the table has 100"),
+        (workload({**TABLE, "reuse_histogram_lookups": 50}), r"reuse_histogram_lookups.*no 'reuse_histogram'"),
         (workload({**TABLE, "weighted": "yes"}), r"tables\[0\].weighted"),
         (workload({**TABLE, "data_type": "int4"}), r"tables\[0\].data_type"),
         (workload({**TABLE, "unpooled": True}), r"tables\[0\].unpooled.*remove the table"),
@@ -200,3 +212,26 @@ def test_a_number_too_long_to_read_is_not_a_traceback(tmp_path: Path) -> None:
     path.write_text('{"tables": [{"num_embeddings": ' + "9" * 5000 + "}]}")
     with pytest.raises(WorkloadError, match="w.json"):
         Workload.load(path)
+
+
+def test_reuse_histograms_and_id_orders_reach_the_statistics() -> None:
+    truth = AccessDistribution.zipf(200_000, 0.9)
+    rows, lookups = ([round(x, 9) for x in truth.reuse_histogram(40_960, of)] for of in ("rows", "lookups"))
+    big = {"num_embeddings": 200_000, "embedding_dim": 16, "pooling_factor": 10.0}
+    read = Workload.parse(
+        workload(
+            {**big, "reuse_histogram": rows, "reuse_histogram_lookups": 40_960, "id_order": "scattered"},
+            {**big, "reuse_histogram": rows, "reuse_histogram_batch_size": 4096},
+            {**big, "reuse_histogram": lookups, "reuse_histogram_of": "lookups", "reuse_histogram_lookups": 40_960},
+            {**big, "alpha": 0.9},
+            big,
+            id_order="frequency",
+            alpha=0.2,
+        )
+    )
+    assert read.zipf == (None, None, None, 0.9, 0.2)
+    assert [table.id_order for table in read.tables] == ["scattered", *["frequency"] * 4]
+    stats = table_stats(read)
+    for name in ("t0", "t1", "t2", "t3"):
+        assert stats.access[name].expected_unique(80_000) == pytest.approx(truth.expected_unique(80_000), rel=0.05)
+    assert stats.id_order("ebc", "t0") == "scattered" and stats.id_order("ebc", "t1") == "frequency"

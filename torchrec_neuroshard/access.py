@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Sequence
+from typing import Literal, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,13 @@ from numpy.typing import NDArray
 # Exponents averaged by :meth:`AccessDistribution.population`, the default for a table of unknown skew.
 # They span the pool that the shipped cost models were trained on.
 POPULATION_EXPONENTS: tuple[float, ...] = (0.0, 0.3, 0.6, 0.9, 1.05, 1.2)
+
+# Hits of one row within a batch, by which a reuse histogram bins: 1, 2, 3 to 4, 5 to 8, ..., 16385 to 32768, more.
+# The bins in which Meta's dlrm_datasets publish reuse, and which NeuroShard's features are made of.
+REUSE_EDGES: tuple[int, ...] = (0, *(2**power for power in range(16)))  # a bin ends with the next bin's edge
+
+# How a table's ids lie: popular rows anywhere, or ids counting up from the most popular row.
+ID_ORDERS: tuple[str, ...] = ("scattered", "frequency")
 
 _BINS_PER_OCTAVE = 3
 _HEAD_COUNT = 5  # observations from which a row's own share is trusted
@@ -108,6 +115,34 @@ class AccessDistribution:
                 high = middle
         return with_tail(low)
 
+    @classmethod
+    def from_reuse_histogram(
+        cls,
+        histogram: Sequence[float] | NDArray[np.float64],
+        rows: int,
+        lookups: float,
+        share_of: Literal["rows", "lookups"] = "rows",
+    ) -> AccessDistribution:
+        """The distribution under which a batch of ``lookups`` ids is expected to have this reuse histogram.
+
+        Unlike the histogram it holds for batches of any size (see :mod:`torchrec_neuroshard.access_histogram`).
+        Shares of lookups determine it better: of distinct rows, those hit most are a share too small to tell how
+        often, and how many distinct rows there are follows from that.
+
+        Args:
+            histogram: [17] shares of the batch's distinct rows that are hit 1, 2, 3 to 4, 5 to 8, ..., more than
+                32768 times (:data:`REUSE_EDGES`), as NeuroShard's bin_0 to bin_16.
+            rows: number of rows of the table.
+            lookups: ids in the batch that the histogram was measured on: samples times pooling factor.
+            share_of: "lookups" when the shares are of the batch's lookups instead.
+
+        Raises:
+            ValueError: the histogram is none, or not that of so many lookups of a table with so many rows.
+        """
+        from torchrec_neuroshard.access_histogram import fit_reuse_histogram
+
+        return cls(*fit_reuse_histogram(histogram, rows, lookups, share_of))
+
     @property
     def rows(self) -> int:
         """Number of rows of the table."""
@@ -120,11 +155,71 @@ class AccessDistribution:
         probability = np.minimum(self.masses / self.counts, 1.0 - 1e-15)
         return float((self.counts * -np.expm1(lookups * np.log1p(-probability))).sum())
 
+    def reuse_histogram(self, lookups: float, share_of: Literal["rows", "lookups"] = "rows") -> NDArray[np.float64]:
+        """How often rows are hit in a batch of ``lookups`` independent draws, in expectation.
+
+        Args:
+            lookups: ids in the batch, of all its samples together.
+            share_of: "rows" for the share of the batch's distinct rows in each bin (NeuroShard's bin_0 to bin_16),
+                "lookups" for the share of the batch's lookups that go to them.
+
+        Returns:
+            [17] shares by hits of the row, in the bins of :data:`REUSE_EDGES`; they sum to 1, or are all 0 without
+            lookups.
+        """
+        edges = np.asarray(REUSE_EDGES, dtype=np.float64)
+        if lookups <= 0:
+            return np.zeros(edges.size)
+        probability = np.minimum(self.masses / self.counts, 1.0)
+        if share_of == "rows":
+            beyond = self.counts @ _exceeds(lookups, probability, edges)
+        else:  # the row of a lookup has one hit more than the other lookups give it
+            beyond = self.masses @ _exceeds(lookups - 1.0, probability, edges - 1.0)
+        shares = np.maximum(-np.diff(beyond, append=0.0), 0.0)
+        return np.asarray(shares / shares.sum())
+
     def top_mass(self, rows: float) -> float:
         """Share of the lookups that go to the ``rows`` most popular rows."""
         ends = np.cumsum(self.counts)
         cumulative = np.cumsum(self.masses)
         return float(np.interp(rows, np.concatenate([[0.0], ends]), np.concatenate([[0.0], cumulative])))
+
+    def row_block(
+        self, first_row: int, last_row: int, rows: int, id_order: str = "scattered"
+    ) -> tuple[float, AccessDistribution]:
+        """What a contiguous block of the table's rows sees, as a row-wise shard does.
+
+        Args:
+            first_row: first id of the block.
+            last_row: id behind the last one of the block.
+            rows: rows of the table.
+            id_order: one of :data:`ID_ORDERS`. "scattered": popular rows lie anywhere, and the block is expected to
+                hold its share of each popularity (so counts of the hottest rows are fractions: which block a hot row
+                falls into is not known). "frequency": ids count up from the most popular row.
+
+        Returns:
+            The block's share of the table's lookups, and how they spread over the block's rows.
+
+        Raises:
+            ValueError: the block is empty or not within the table, or the order is unknown.
+        """
+        if not 0 <= first_row < last_row <= rows:
+            raise ValueError(f"rows [{first_row}, {last_row}) are no block of a table of {rows} rows")
+        if id_order not in ID_ORDERS:
+            raise ValueError(f"id_order must be one of {', '.join(ID_ORDERS)}, got {id_order!r}")
+        share = (last_row - first_row) / rows
+        if id_order == "scattered":
+            return share, AccessDistribution(self.counts * share, self.masses)
+        scale = float(self.counts.sum()) / rows  # 1, but for rounding
+        ends = np.cumsum(self.counts)
+        inside = np.minimum(ends, last_row * scale) - np.maximum(ends - self.counts, first_row * scale)
+        bins = np.flatnonzero(inside > 1e-9 * self.counts)
+        counts = inside[bins]
+        masses = self.masses[bins] * (counts / self.counts[bins])
+        lookups = float(masses.sum())
+        if lookups <= 0.0:  # rows that are never looked up: any distribution serves
+            return 0.0, AccessDistribution.zipf(last_row - first_row, 0.0)
+        return min(lookups, 1.0), AccessDistribution(counts, masses / lookups)
 
     def sample(self, lookups: int, rng: np.random.Generator) -> NDArray[np.int64]:
         """Draws [lookups] popularity ranks in [0, rows); rank 0 is the most popular row."""
@@ -145,6 +240,19 @@ def scatter_ranks(ranks: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
     return (ranks * multiplier + 7) % rows
 
 
+def _exceeds(draws: float, probability: NDArray[np.float64], hits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[bins, hits] probability that more than ``hits`` of ``draws`` go to a row; binomial, for real ``draws`` too."""
+    from scipy.special import betainc
+
+    draws = max(draws, 0.0)
+    mean = (draws * probability)[:, None]
+    deviations = 10.0 * (np.sqrt(mean) + 1.0)  # beyond which a tail is less than rounding
+    result = (hits < np.maximum(mean - deviations, 0.0)).astype(np.float64)
+    bins, columns = np.nonzero((hits >= 0) & (hits < draws) & (np.abs(hits - mean) <= deviations))
+    result[bins, columns] = betainc(hits[columns] + 1.0, draws - hits[columns], probability[bins])
+    return result
+
+
 def _bin_edges(rows: int) -> NDArray[np.int64]:
     """[bins + 1] edges: single ranks first, then _BINS_PER_OCTAVE bins for each doubling of the rank."""
     octaves = np.log2(rows + 1)
@@ -159,9 +267,7 @@ def _zipf(rows: int, exponent: float) -> AccessDistribution:
     return AccessDistribution(*_power_law_bins(rows, exponent))
 
 
-def _power_law_bins(
-    rows: int, exponent: float, first_rank: int = 0
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _power_law_bins(rows: int, exponent: float, first_rank: int = 0) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Bins the power law over the ranks [first_rank, first_rank + rows): counts and masses, both [bins]."""
     edges = _bin_edges(rows)
     # Midpoint rule: the integral from r - 1/2 to r + 1/2 stands for r**-exponent.

@@ -20,6 +20,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from torchrec_neuroshard.access import ID_ORDERS
 from torchrec_neuroshard.adapters import compat
 from torchrec_neuroshard.adapters.module_tables import DATA_TYPES, FUSED
 from torchrec_neuroshard.adapters.optimizers import optimizer_by_name, optimizer_of
@@ -158,11 +159,12 @@ class NeuroShardPerfEstimator(ShardEstimator):
         pooling = float(sum(length * count for length, count in zip(option.input_lengths, poolings)))
         if list(option.input_lengths) == [1.0]:  # TorchRec's default, whatever the number of features
             pooling = float(features)
-        access = None
+        access, id_order = None, ID_ORDERS[0]
         if self._table_stats is not None:
             measured = self._table_stats.pooling_factor(path, name)
             pooling = pooling if measured is None else measured
             access = self._table_stats.distribution(path, name)
+            id_order = self._table_stats.id_order(path, name)
         return Table(
             name=option.fqn,
             num_embeddings=rows,
@@ -174,6 +176,7 @@ class NeuroShardPerfEstimator(ShardEstimator):
             optimizer=optimizer_of(option.tensor, fused_params, self._optimizer).cost_name,
             access=access,
             module=path,
+            id_order=id_order,
         )
 
     def _constraint(self, table: str, field: str) -> Any:

@@ -50,6 +50,7 @@ from torchrec_neuroshard.adapters.topology import DetectedMachine, planning_clus
 from torchrec_neuroshard.costs.coverage import unmeasured_kinds
 from torchrec_neuroshard.costs.hardware import HARDWARE
 from torchrec_neuroshard.costs.model import CostModel, shipped_models
+from torchrec_neuroshard.costs.plan_uncertainty import plan_uncertainty
 from torchrec_neuroshard.costs.registry import resolve_cost_model
 from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.problem import Cluster, InfeasibleError, Pipeline, Placement, ShardingProblem
@@ -287,6 +288,9 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
             notes.append("Callbacks may have changed the plan; this report is of the plan before them.")
         plan = to_sharding_plan(options, topology)
         self._note_changed_numerics(tables, placement, notes)
+        uncertainty = plan_uncertainty(problem, placement, cost_model)
+        for sentence in uncertainty.sentences() if uncertainty is not None else ():
+            self._warn(notes, sentence)
         self._num_proposals, self._num_plans = len(result.log), 1
         self._best_plan = options
         self.report = PlanReport(
@@ -303,6 +307,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
             },
             compute_kernel=FUSED,
             plan_seconds=perf_counter() - begun,
+            uncertainty=uncertainty,
             search_log=result.log,
             notes=tuple(notes),
         )

@@ -53,6 +53,8 @@ class Table:
         optimizer: optimizer fused into the backward pass: sgd, rowwise_adagrad, adagrad or adam.
         access: measured access distribution; None when unknown (the population default is used).
         module: path of the embedding module that holds the table; two modules never share a fused group.
+        id_order: how ids lie, one of :data:`~torchrec_neuroshard.access.ID_ORDERS`; it decides what each block of
+            rows sees.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Table:
     optimizer: str = "sgd"
     access: AccessDistribution | None = None
     module: str = ""
+    id_order: str = "scattered"
 
     @property
     def distribution(self) -> AccessDistribution:

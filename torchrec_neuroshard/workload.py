@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping
 
-from torchrec_neuroshard.access import AccessDistribution
+from torchrec_neuroshard.access import ID_ORDERS, REUSE_EDGES, AccessDistribution
 from torchrec_neuroshard.problem import WIDTH_MULTIPLE, Table
 
 _DATA_TYPES = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16"}
@@ -47,7 +47,13 @@ _TABLE_FIELDS = (
     "data_type",
     "constraint",
     "alpha",
+    "reuse_histogram",
+    "reuse_histogram_of",
+    "reuse_histogram_lookups",
+    "reuse_histogram_batch_size",
+    "id_order",
 )
+_ID_ORDERS = {order: order for order in ID_ORDERS}
 _LARGEST = 10**12  # above any table or batch, below what overflows on the way
 
 
@@ -65,7 +71,7 @@ class Workload:
         tables: the tables, in file order.
         constraints: table name -> {"sharding_types", "min_partition", "compute_kernels"} as in TorchRec's
             ``ParameterConstraints``, for tables that have any.
-        zipf: [tables] Zipf exponent of each table; None where unknown.
+        zipf: [tables] Zipf exponent of each table; None where unknown or where a reuse histogram says more.
         features: [tables][features] feature names of each table.
         feature_pooling: [tables][features] mean ids per sample of each feature.
         caches: table name -> {"load_factor", "prefetch_pipeline"} as in TorchRec's ``CacheParams``, for tables
@@ -117,13 +123,13 @@ class Workload:
             batch_size = reader.integer(content, "batch_size", "")
         optimizer = reader.choice(content, "optimizer", "", _OPTIMIZERS, "sgd")
         default_alpha = reader.optional_number(content, "alpha", "")
-        reader.choice(content, "id_order", "", {"scattered": "scattered", "frequency": "frequency"}, "scattered")
+        id_order = reader.choice(content, "id_order", "", _ID_ORDERS, ID_ORDERS[0])
         rows: list[_Row] = []
         for index, entry in enumerate(entries):
             place = f"tables[{index}]"
             if not isinstance(entry, dict):
                 raise WorkloadError(f"{where}: {place} must be an object, got {type(entry).__name__}")
-            rows.append(_parse_table(reader, entry, index, place, optimizer, default_alpha))
+            rows.append(_parse_table(reader, entry, index, place, optimizer, default_alpha, id_order))
         for name, count in Counter(row.table.name for row in rows).items():
             if count > 1:
                 raise WorkloadError(f"{where}: {count} tables are named {name!r}; names must be unique")
@@ -201,7 +207,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _parse_table(
-    reader: _Reader, entry: Mapping[str, Any], index: int, place: str, optimizer: str, default_alpha: float | None
+    reader: _Reader,
+    entry: Mapping[str, Any],
+    index: int,
+    place: str,
+    optimizer: str,
+    default_alpha: float | None,
+    default_order: str,
 ) -> _Row:
     unknown = sorted(set(entry) - set(_TABLE_FIELDS))
     if unknown:
@@ -223,7 +235,10 @@ def _parse_table(
         )
     features, feature_pooling = _parse_features(reader, entry, name, place)
     alpha = reader.optional_number(entry, "alpha", place)
-    alpha = default_alpha if alpha is None else alpha
+    access = _parse_reuse_histogram(reader, entry, place, rows, sum(feature_pooling))
+    if access is None:
+        alpha = default_alpha if alpha is None else alpha
+        access = None if alpha is None else AccessDistribution.zipf(rows, alpha)
     constraint, cache = _parse_constraint(reader, entry, place)
     table = Table(
         name=name,
@@ -234,7 +249,8 @@ def _parse_table(
         weighted=reader.flag(entry, "weighted", place),
         data_type=reader.choice(entry, "data_type", place, _DATA_TYPES, "fp32"),
         optimizer=optimizer,
-        access=None if alpha is None else AccessDistribution.zipf(rows, alpha),
+        access=access,
+        id_order=reader.choice(entry, "id_order", place, _ID_ORDERS, default_order),
     )
     return _Row(table, alpha, features, feature_pooling, constraint, cache)
 
@@ -258,6 +274,35 @@ def _parse_features(
         names = tuple(f"{table}_f{index}" for index in range(len(features)))
         return names, tuple(float(ids) for ids in features)
     raise reader.fail(place, "features", "a list of ids per feature, or a list of feature names", features)
+
+
+def _parse_reuse_histogram(
+    reader: _Reader, entry: Mapping[str, Any], place: str, rows: int, pooling: float
+) -> AccessDistribution | None:
+    """The access distribution that a table's reuse histogram stands for; None when it has none."""
+    shares = entry.get("reuse_histogram")
+    details = ("reuse_histogram_of", "reuse_histogram_lookups", "reuse_histogram_batch_size")
+    if shares is None:
+        for key in details:
+            if entry.get(key) is not None:
+                raise reader.fail(place, key, "left out where there is no 'reuse_histogram'", entry[key])
+        return None
+    if entry.get("alpha") is not None:
+        raise reader.fail(place, "alpha", "left out beside a 'reuse_histogram', which says more", entry["alpha"])
+    if not isinstance(shares, list) or not all(map(_is_number, shares)):
+        raise reader.fail(place, "reuse_histogram", f"a list of {len(REUSE_EDGES)} shares that sum to 1", shares)
+    share_of = reader.choice(entry, "reuse_histogram_of", place, {"rows": "rows", "lookups": "lookups"}, "rows")
+    lookups = reader.optional_number(entry, "reuse_histogram_lookups", place)
+    samples = reader.optional_number(entry, "reuse_histogram_batch_size", place)
+    if (lookups is None) == (samples is None):
+        wanted = "given, or 'reuse_histogram_batch_size' (samples), but not both: a histogram holds for one batch"
+        raise reader.fail(place, "reuse_histogram_lookups", wanted, lookups)
+    if lookups is None and samples is not None:
+        lookups = samples * pooling
+    try:
+        return AccessDistribution.from_reuse_histogram(shares, rows, lookups or 0.0, share_of)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise WorkloadError(f"{reader.where}: field '{place}.reuse_histogram' is not usable: {error}") from error
 
 
 def _parse_constraint(reader: _Reader, entry: Mapping[str, Any], place: str) -> tuple[dict[str, Any], dict[str, Any]]:

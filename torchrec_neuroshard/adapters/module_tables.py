@@ -14,6 +14,7 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from torchrec_neuroshard.access import ID_ORDERS
 from torchrec_neuroshard.adapters.compat import error_type, fused_params_of, sharder_key
 from torchrec_neuroshard.adapters.errors import unsupported
 from torchrec_neuroshard.adapters.names import qualified_name, unique_names
@@ -146,6 +147,7 @@ def collect_tables(
                     optimizer=optimizer.cost_name,
                     access=table_stats.distribution(path, name) if table_stats else None,
                     module=path,
+                    id_order=table_stats.id_order(path, name) if table_stats else ID_ORDERS[0],
                 ),
                 sharding_types=_allowed_types(full_name, constraint, types[key]),
                 optimizer=optimizer,

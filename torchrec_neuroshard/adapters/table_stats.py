@@ -1,4 +1,4 @@
-"""Measured pooling factors and access distributions of a model's tables."""
+"""Measured pooling factors, access distributions and id orders of a model's tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Iterable, Mapping, Sequence
+from typing import Any, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -17,13 +17,18 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_neuroshard.access import AccessDistribution
+from torchrec_neuroshard.access import ID_ORDERS, AccessDistribution
 from torchrec_neuroshard.adapters.names import qualified_name, unique_names
 
 _SCHEMA = 1
 
 # Enough lookups to fit a table's distribution; the pooling factor goes on being counted.
 DEFAULT_MAX_LOOKUPS = 200_000
+
+# Ids count as sorted by popularity when the first eighth of the rows takes more than half of what it would then take
+# beyond its share of the rows; where sorting would hardly matter, they do not.
+_FIRST_BLOCK = 8
+_ORDER_MATTERS = 0.05
 
 
 class TableStatsError(ValueError):
@@ -38,13 +43,22 @@ class TableStats:
 
     Attributes:
         pooling_factors: table -> mean ids per sample, summed over the table's features.
-        access: table -> access distribution.
+        access: table -> access distribution. Where only a reuse histogram is known:
+            :meth:`AccessDistribution.from_reuse_histogram
+            <torchrec_neuroshard.access.AccessDistribution.from_reuse_histogram>`.
+        id_orders: table -> one of :data:`~torchrec_neuroshard.access.ID_ORDERS`; "scattered" where missing.
     """
 
     pooling_factors: Mapping[str, float] = field(default_factory=dict)
     access: Mapping[str, AccessDistribution] = field(default_factory=dict)
+    id_orders: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name, order in self.id_orders.items():
+            if order not in ID_ORDERS:
+                raise TableStatsError(
+                    f"id order of table {name!r} must be one of {', '.join(ID_ORDERS)}, got {order!r}"
+                )
         for name, value in self.pooling_factors.items():
             if not (math.isfinite(value) and value >= 0):
                 raise TableStatsError(f"pooling factor of table {name!r} must be a number of at least 0, got {value!r}")
@@ -86,9 +100,11 @@ class TableStats:
                 counter.count(columns, number)
         if samples == 0:
             raise TableStatsError("no samples: give at least one batch that is not empty")
+        access = {counter.name: counter.distribution() for counter in counters}
         return cls(
             {counter.name: counter.lookups / samples for counter in counters},
-            {counter.name: counter.distribution() for counter in counters},
+            access,
+            {counter.name: counter.id_order(access[counter.name]) for counter in counters},
         )
 
     def pooling_factor(self, module_path: str, table: str) -> float | None:
@@ -100,6 +116,10 @@ class TableStats:
         """The table's access distribution; None when it was not measured."""
         return self.access.get(qualified_name(module_path, table), self.access.get(table))
 
+    def id_order(self, module_path: str, table: str) -> str:
+        """How the table's ids lie; "scattered" when it was not measured."""
+        return self.id_orders.get(qualified_name(module_path, table), self.id_orders.get(table, ID_ORDERS[0]))
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object; :meth:`from_json` reads it back."""
         tables: dict[str, dict[str, Any]] = {}
@@ -107,11 +127,16 @@ class TableStats:
             tables.setdefault(name, {})["pooling_factor"] = float(factor)
         for name, access in self.access.items():
             tables.setdefault(name, {})["access"] = {"counts": access.counts.tolist(), "masses": access.masses.tolist()}
+        for name, order in self.id_orders.items():
+            tables.setdefault(name, {})["id_order"] = order
         return {"schema": _SCHEMA, "tables": tables}
 
     @classmethod
     def from_json(cls, content: Any, where: str = "table stats") -> TableStats:
         """Reads what :meth:`to_json` wrote; ``where`` names it in messages.
+
+        Instead of "access" a table may have "reuse_histogram": {"shares": [17], "rows", "lookups", "share_of"
+        (optional)}, the arguments of ``AccessDistribution.from_reuse_histogram``.
 
         Raises:
             TableStatsError: a field is missing or has no usable value.
@@ -125,6 +150,7 @@ class TableStats:
             )
         factors: dict[str, float] = {}
         access: dict[str, AccessDistribution] = {}
+        orders: dict[str, str] = {}
         for name, entry in content["tables"].items():
             try:
                 if "pooling_factor" in entry:
@@ -134,9 +160,16 @@ class TableStats:
                     access[name] = AccessDistribution(
                         np.asarray(curve["counts"], dtype=np.float64), np.asarray(curve["masses"], dtype=np.float64)
                     )
+                elif "reuse_histogram" in entry:
+                    reuse = entry["reuse_histogram"]
+                    access[name] = AccessDistribution.from_reuse_histogram(
+                        reuse["shares"], int(reuse["rows"]), float(reuse["lookups"]), reuse.get("share_of", "rows")
+                    )
+                if "id_order" in entry:
+                    orders[name] = str(entry["id_order"])
             except (KeyError, TypeError, ValueError) as error:
                 raise TableStatsError(f"{where}: field 'tables.{name}' is not usable ({error})") from error
-        return cls(factors, access)
+        return cls(factors, access, orders)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the statistics to a JSON file."""
@@ -190,11 +223,22 @@ class _Counter:
 
     def distribution(self) -> AccessDistribution:
         """The access distribution of the ids kept."""
-        ids: NDArray[np.int64] | Sequence[int] = np.concatenate(self._ids) if self._ids else []
         try:
-            return AccessDistribution.from_ids(ids, self._config.num_embeddings)
+            return AccessDistribution.from_ids(self._kept(), self._config.num_embeddings)
         except ValueError as error:
             raise TableStatsError(f"table {self.name!r}: {error}") from error
+
+    def id_order(self, access: AccessDistribution) -> str:
+        """Whether popular rows come first among the ids kept, whose distribution is ``access``."""
+        ids, rows = self._kept(), self._config.num_embeddings
+        first = -(-rows // _FIRST_BLOCK)
+        excess = access.top_mass(first) - first / rows
+        if ids.size == 0 or excess < _ORDER_MATTERS:
+            return "scattered"
+        return "frequency" if float(np.mean(ids < first)) - first / rows > excess / 2 else "scattered"
+
+    def _kept(self) -> NDArray[np.int64]:
+        return np.concatenate(self._ids) if self._ids else np.empty(0, dtype=np.int64)
 
 
 def _named_configs(

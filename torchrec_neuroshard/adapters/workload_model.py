@@ -113,10 +113,11 @@ def parameter_constraints(
 
 
 def table_stats(workload: Workload) -> TableStats:
-    """Pooling factors of all tables, and the access distributions of those with a Zipf exponent."""
+    """Pooling factors and id orders of all tables, and the access distributions of those that have one."""
     return TableStats(
         pooling_factors={table.name: table.pooling_factor for table in workload.tables},
         access={table.name: table.access for table in workload.tables if table.access is not None},
+        id_orders={table.name: table.id_order for table in workload.tables},
     )
 
 

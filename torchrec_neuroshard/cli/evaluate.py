@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         _check_plot(options.plot)
     model = _load_model(options.cost_model)
-    report = AccuracyReport.of(model, _load_records(options))
+    report = AccuracyReport.of(model, _load_records(options, model))
     for warning in report.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if options.plot is not None:
@@ -69,9 +69,10 @@ def _load_model(name: str) -> CostModel:
         raise CliError(f"--cost-model: {error}") from error
 
 
-def _load_records(options: argparse.Namespace) -> EvaluationRecords:
+def _load_records(options: argparse.Namespace, model: CostModel) -> EvaluationRecords:
+    ranks_held_out = model.card.get("collective_ranks_held_out", ())
     try:
-        return load_evaluation_records(options.records, options.held_out)
+        return load_evaluation_records(options.records, options.held_out, ranks_held_out)
     except RecordError as error:
         raise CliError(f"--records: {error}") from error
     except OSError as error:

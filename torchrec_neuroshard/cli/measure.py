@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING, Iterator
 
 import torch
 from tqdm import tqdm
@@ -11,25 +12,39 @@ from tqdm import tqdm
 from torchrec_neuroshard.cli.errors import CliError
 from torchrec_neuroshard.measure.store import MeasurementStore, RecordError
 
+if TYPE_CHECKING:
+    from torchrec_neuroshard.measure.collect import Sampled
+
 
 def run(options: argparse.Namespace) -> int:
     """Measures as the options say; returns 0."""
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise CliError("--device cuda: torch sees no CUDA device here; pass --device cpu, or see `doctor`")
+    device = device_of(options)
     if options.what == "collectives":
         return _collectives(options, device)
     return _compute(options, device)
 
 
-def _compute(options: argparse.Namespace, device: str) -> int:
-    from torchrec_neuroshard.measure.collect import collect_groups, sampled_groups
+def device_of(options: argparse.Namespace) -> str:
+    """The device to measure: what ``--device`` says, else a GPU where there is one.
 
+    Raises:
+        CliError: it is asked for, but not there.
+    """
+    device = str(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CliError("--device cuda: torch sees no CUDA device here; pass --device cpu, or see `doctor`")
+    return device
+
+
+def _compute(options: argparse.Namespace, device: str) -> int:
+    from torchrec_neuroshard.measure.collect import collect_groups
+
+    groups = _groups(options)
     torch.set_num_threads(1)  # what torchrun gives a rank
     try:
         with MeasurementStore(options.out) as store, tqdm(unit=" records") as bar:
             result = collect_groups(
-                sampled_groups(options.seed),
+                groups,
                 store,
                 torch.device(device),
                 options.minutes,
@@ -45,6 +60,22 @@ def _compute(options: argparse.Namespace, device: str) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def _groups(options: argparse.Namespace) -> Iterator[Sampled]:
+    from torchrec_neuroshard.costs.model import CostModel, CostModelError
+    from torchrec_neuroshard.measure.collect import sampled_groups
+    from torchrec_neuroshard.training.active import active_groups
+
+    if options.active is None:
+        return sampled_groups(options.seed)
+    try:
+        ensemble = CostModel.load(options.active).ensemble
+    except CostModelError as error:
+        raise CliError(f"--active: {error}") from error
+    if ensemble is None or len(ensemble.nets) < 2:
+        raise CliError(f"--active {options.active}: a model of at least two nets is needed, so that they can disagree")
+    return active_groups(ensemble, options.seed)
 
 
 def _collectives(options: argparse.Namespace, device: str) -> int:

@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 
 PLANNERS = ("neuroshard", "torchrec", "torchrec-restricted")
-
-
 _LARGEST = 1e9  # GiB or seconds, far above any machine or patience
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; ``command`` names the module of :mod:`torchrec_neuroshard.cli` to run."""
@@ -18,6 +17,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands)
     _add_measure(commands)
+    _add_pretrain(commands)
+    _add_calibrate(commands)
     _add_evaluate(commands)
     commands.add_parser("doctor", help="check the installation: versions, FBGEMM, hardware, shipped cost models")
     return parser
@@ -80,6 +81,11 @@ def _add_measure(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     measure.add_argument("--minutes", type=_positive_float, default=10.0, metavar="M", help="time budget (default: 10)")
     measure.add_argument("--seed", type=_seed, default=0, metavar="S", help="seed of the sample (default: 0)")
     measure.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda where there is one)")
+    measure.add_argument(
+        "--active",
+        metavar="NAME_OR_PATH",
+        help="cost model whose nets choose two of three groups: those on which they disagree (compute only)",
+    )
     measure.add_argument("--limit", type=_positive_int, metavar="N", help="stop after this many new records")
     measure.add_argument(
         "--world-size", type=_positive_int, default=2, metavar="N", help="ranks of a collective (default: 2)"
@@ -94,6 +100,38 @@ def _add_measure(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     measure.add_argument(
         "--link-gbps", type=_positive_float, metavar="G", help="Gbit/s between the two hosts, in each direction"
     )
+
+
+def _add_pretrain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    pretrain = commands.add_parser("pretrain", help="train a cost model on measured records")
+    pretrain.add_argument(
+        "--records", type=Path, nargs="+", required=True, metavar="FILE", help="of one machine: .jsonl, or .gz or .xz"
+    )
+    pretrain.add_argument(
+        "--other-machines", type=Path, nargs="+", default=[], metavar="FILE", help="group records to learn from beside"
+    )
+    pretrain.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the model and its card")
+    pretrain.add_argument("--name", default="", help="name on the card (default: the machine's)")
+    pretrain.add_argument("--nets", type=_positive_int, default=6, metavar="N", help="ensemble size (default: 6)")
+    pretrain.add_argument("--epochs", type=_positive_int, default=100, metavar="E", help="passes (default: 100)")
+    pretrain.add_argument("--seed", type=_seed, default=0, metavar="K", help="seed of the training (default: 0)")
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    calibrate = commands.add_parser("calibrate", help="measure this machine and fit a shipped cost model to it")
+    calibrate.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder for records, model and card; a rerun resumes"
+    )
+    calibrate.add_argument("--minutes", type=_positive_float, default=10.0, metavar="M", help="(default: 10)")
+    calibrate.add_argument(
+        "--base", metavar="NAME_OR_PATH", help="cost model to start from (default: the shipped one that fits best)"
+    )
+    calibrate.add_argument(
+        "--records", type=Path, nargs="+", default=[], metavar="FILE", help="further records of this machine"
+    )
+    calibrate.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda where there is one)")
+    calibrate.add_argument("--name", default="", help="name on the card (default: the machine's)")
+    calibrate.add_argument("--seed", type=_seed, default=0, metavar="K", help="seed of sample and training")
 
 
 def _add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -19,7 +19,7 @@ from torchrec_neuroshard.costs.prior import GroupPrior
 
 # Attainable shares of peak memory bandwidth for row gathers and for read-modify-write updates, and the rate
 # of cache hits relative to memory. Rough on purpose: the prior ranks plans, it does not promise times.
-_GATHER_EFFICIENCY = 0.65
+GATHER_EFFICIENCY = 0.65
 _UPDATE_EFFICIENCY = 0.45
 _CACHE_SPEEDUP = 2.5
 
@@ -39,6 +39,8 @@ class HardwareSpec:
         inter_host_gbps: GB/s of one rank to other hosts.
         pattern: regular expression that recognises the device's name.
         source: where the figures come from.
+        host_read_gbps: GB/s at which the multiprocessors of a GPU read host memory; 0 where there is no link.
+        host_write_gbps: GB/s at which they write it.
     """
 
     device: str
@@ -50,10 +52,12 @@ class HardwareSpec:
     inter_host_gbps: float
     pattern: str
     source: str
+    host_read_gbps: float = 0.0
+    host_write_gbps: float = 0.0
 
     def group_prior(self) -> GroupPrior:
         """The analytic prior of a fused group on this hardware (unmeasured: see :data:`HARDWARE`)."""
-        gather = 1e3 / (self.memory_gbps * 1e9 * _GATHER_EFFICIENCY)  # ms per byte
+        gather = 1e3 / (self.memory_gbps * 1e9 * GATHER_EFFICIENCY)  # ms per byte
         update = 1e3 / (self.memory_gbps * 1e9 * _UPDATE_EFFICIENCY)
         cached = gather / _CACHE_SPEEDUP
         lookup = self.lookup_ns * 1e-6
@@ -89,15 +93,22 @@ class HardwareSpec:
         )
 
 
-_NVIDIA = "NVIDIA data sheets (memory); all-to-all bus bandwidth: nccl issue 2169, nccl-tests issues 149 and 267"
+_NVIDIA = (
+    "NVIDIA data sheets (memory); all-to-all bus bandwidth: nccl issue 2169, nccl-tests issues 149 and 267; host link, "
+    "read and written by multiprocessors: nvbandwidth issues 24 (H100, PCIe 5), 42 and 53 (A100, PCIe 4), "
+    "ZaidQureshi/bam issue 54 (V100, PCIe 3)"
+)
+_PCIE_5, _PCIE_4, _PCIE_3 = (35.2, 52.8), (25.1, 25.0), (12.0, 12.0)  # GB/s read from and written to host memory
 
 HARDWARE: dict[str, HardwareSpec] = {
-    "h200": HardwareSpec("cuda", 141, 4800, 0.02, 0.01, 335, 48, r"h200", _NVIDIA),
-    "h100_sxm": HardwareSpec("cuda", 80, 3350, 0.02, 0.01, 335, 48, r"h100(?!.*pcie)", _NVIDIA),
-    "a100_sxm_80gb": HardwareSpec("cuda", 80, 2039, 0.025, 0.015, 200, 24, r"a100.*80", _NVIDIA),
-    "a100_sxm_40gb": HardwareSpec("cuda", 40, 1555, 0.025, 0.015, 200, 24, r"a100", _NVIDIA),
-    "v100": HardwareSpec("cuda", 32, 900, 0.03, 0.03, 120, 12, r"v100", _NVIDIA),
-    "generic_gpu": HardwareSpec("cuda", 32, 900, 0.03, 0.025, 100, 12, r"$^", "a conservative GPU, no single source"),
+    "h200": HardwareSpec("cuda", 141, 4800, 0.02, 0.01, 335, 48, r"h200", _NVIDIA, *_PCIE_5),
+    "h100_sxm": HardwareSpec("cuda", 80, 3350, 0.02, 0.01, 335, 48, r"h100(?!.*pcie)", _NVIDIA, *_PCIE_5),
+    "a100_sxm_80gb": HardwareSpec("cuda", 80, 2039, 0.025, 0.015, 200, 24, r"a100.*80", _NVIDIA, *_PCIE_4),
+    "a100_sxm_40gb": HardwareSpec("cuda", 40, 1555, 0.025, 0.015, 200, 24, r"a100", _NVIDIA, *_PCIE_4),
+    "v100": HardwareSpec("cuda", 32, 900, 0.03, 0.03, 120, 12, r"v100", _NVIDIA, *_PCIE_3),
+    "generic_gpu": HardwareSpec(
+        "cuda", 32, 900, 0.03, 0.025, 100, 12, r"$^", "a conservative GPU, no single source", *_PCIE_3
+    ),
     "generic_cpu": HardwareSpec(
         "cpu", 0, 10, 0.15, 25.0, 1.5, 1.2, r"$^", "one server core reading DDR4 or DDR5 at random; gloo over loopback"
     ),
@@ -120,13 +131,36 @@ def detect_hardware(device: str) -> str:
 
 
 def machine_name(device: str) -> str:
-    """Name of this machine's device as records and shipped models carry it, for example "amd_epyc".
+    """Name of this machine's device as records and shipped models carry it, for example "amd_epyc_l3_32m".
+
+    Virtual machines hide which processor they run on ("Intel(R) Xeon(R) Processor" was seen with 300 and with 480 MiB
+    of L3, on which lookups take different times), so a CPU's name has the size of its last cache.
 
     Args:
         device: "cpu" or "cuda".
     """
-    text = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else cpu_model()
+    if device == "cuda" and torch.cuda.is_available():
+        return _as_name(torch.cuda.get_device_name())
+    sizes = [size for size in (cpu_caches().get(level, "") for level in ("L3", "L2")) if size.endswith("K")]
+    suffix = f"_{'l3' if 'L3' in cpu_caches() else 'l2'}_{int(sizes[0][:-1]) >> 10}m" if sizes else ""
+    return _as_name(cpu_model()) + suffix
+
+
+def _as_name(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
+
+
+def cpu_caches() -> dict[str, str]:
+    """Sizes of the first core's caches as Linux tells them, for example {"L1": "48K", "L1i": "64K", ...}."""
+    caches: dict[str, str] = {}
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            kind = (index / "type").read_text().strip()
+            level = (index / "level").read_text().strip()
+            caches[f"L{level}{'i' if kind == 'Instruction' else ''}"] = (index / "size").read_text().strip()
+        except OSError:
+            continue
+    return caches
 
 
 def cpu_model() -> str:

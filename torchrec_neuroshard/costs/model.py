@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Mapping
 
@@ -14,14 +14,16 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from torchrec_neuroshard.costs.additive import GroupCosts
-from torchrec_neuroshard.costs.collective_model import CollectiveModel, CollectiveNet
-from torchrec_neuroshard.costs.collective_prior import CollectivePrior
+from torchrec_neuroshard.costs.collective_model import COLLECTIVE_FEATURE_SET, CollectiveModel, CollectiveNet
+from torchrec_neuroshard.costs.collective_prior import CollectivePriors
 from torchrec_neuroshard.costs.features import FEATURE_SET, FEATURES, WORK_TERMS
-from torchrec_neuroshard.costs.group_model import GroupCostModel, GroupNet
+from torchrec_neuroshard.costs.group_model import GroupCostModel
+from torchrec_neuroshard.costs.group_net import GroupNet
 from torchrec_neuroshard.costs.hardware import HARDWARE
 from torchrec_neuroshard.costs.prior import GroupPrior
+from torchrec_neuroshard.costs.uncertainty import Uncertainty
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 WEIGHTS_FILE = "weights.safetensors"
 CARD_FILE = "card.json"
 PRETRAINED = Path(__file__).parent.parent / "pretrained"
@@ -42,6 +44,8 @@ class CostModel:
         groups: cost of fused groups.
         collectives: cost of collectives.
         card: what was measured, with which versions, and the held-out error; empty for analytic models.
+        ensemble: the networks whose mean ``groups`` was taught, slower and more accurate; None for analytic models.
+        uncertainty: what their disagreement means; None likewise.
     """
 
     name: str
@@ -50,6 +54,12 @@ class CostModel:
     groups: GroupCosts
     collectives: CollectiveModel
     card: dict[str, Any] = field(default_factory=dict)
+    ensemble: GroupCostModel | None = None
+    uncertainty: Uncertainty | None = None
+
+    def by_ensemble(self) -> CostModel:
+        """The same model with groups predicted by the ensemble, where there is one."""
+        return self if self.ensemble is None else replace(self, groups=self.ensemble)
 
     @classmethod
     def analytic(cls, hardware: str) -> CostModel:
@@ -66,7 +76,7 @@ class CostModel:
             "analytic",
             hardware,
             GroupCostModel(spec.group_prior()),
-            CollectiveModel(spec.collective_prior()),
+            CollectiveModel(CollectivePriors.uniform(spec.collective_prior(), spec.device)),
             {"source": spec.source},
         )
 
@@ -88,13 +98,22 @@ class CostModel:
         card = _read_card(folder / CARD_FILE)
         tensors = _read_weights(folder / WEIGHTS_FILE)
         try:
-            groups = GroupCostModel(
-                GroupPrior.from_json(card["group_prior"]),
-                tuple(_group_net(tensors, f"group.{index}.") for index in range(int(card["group_nets"]))),
+            prior = GroupPrior.from_json(card["group_prior"])
+            names = [f"group.{index}." for index in range(int(card["group_nets"]))]
+            ensemble = GroupCostModel(prior, tuple(_group_net(tensors, name) for name in names))
+            groups = GroupCostModel(prior, (_group_net(tensors, "group.mean."),)) if len(names) > 1 else ensemble
+            collective_net = _collective_net(tensors) if card["collective_nets"] else None
+            collectives = CollectiveModel(CollectivePriors.from_json(card["collective_priors"]), collective_net)
+            return cls(
+                str(card["name"]),
+                "measured",
+                str(card["hardware"]["name"]),
+                groups,
+                collectives,
+                card,
+                ensemble,
+                Uncertainty.from_json(card["uncertainty"]) if card["uncertainty"] is not None else None,
             )
-            collective_net = _collective_net(tensors) if card["collective_net"] else None
-            collectives = CollectiveModel(CollectivePrior.from_json(card["collective_prior"]), collective_net)
-            return cls(str(card["name"]), "measured", str(card["hardware"]["name"]), groups, collectives, card)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise CostModelError(
                 f"{folder}: weights and card do not fit each other ({error}); train the model again"
@@ -108,8 +127,12 @@ class CostModel:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, torch.Tensor] = {}
-        for index, net in enumerate(self.groups.nets):
-            tensors.update({f"group.{index}.{key}": value for key, value in net.state_dict().items()})
+        ensemble = self.ensemble or self.groups
+        nets = {str(index): net for index, net in enumerate(ensemble.nets)}
+        if len(ensemble.nets) > 1:
+            nets["mean"] = self.groups.nets[0]
+        for name, net in nets.items():
+            tensors.update({f"group.{name}.{key}": value for key, value in net.state_dict().items()})
         if self.collectives.net is not None:
             tensors.update({f"collective.{key}": value for key, value in self.collectives.net.state_dict().items()})
         card = {
@@ -117,12 +140,14 @@ class CostModel:
             "schema": SCHEMA_VERSION,
             "name": self.name,
             "feature_set": FEATURE_SET,
+            "collective_feature_set": COLLECTIVE_FEATURE_SET,
             "features": list(FEATURES),
             "work_terms": list(WORK_TERMS),
-            "group_nets": len(self.groups.nets),
-            "collective_net": self.collectives.net is not None,
+            "group_nets": len(ensemble.nets),
+            "uncertainty": self.uncertainty.to_json() if self.uncertainty is not None else None,
+            "collective_nets": self.collectives.net.nets if self.collectives.net is not None else 0,
             "group_prior": self.groups.prior.to_json(),
-            "collective_prior": self.collectives.prior.to_json(),
+            "collective_priors": self.collectives.prior.to_json(),
         }
         _replace(folder / WEIGHTS_FILE, save_tensors({k: v.contiguous() for k, v in tensors.items()}))
         _replace(folder / CARD_FILE, (json.dumps(card, indent=1) + "\n").encode())
@@ -140,9 +165,11 @@ def _group_net(tensors: Mapping[str, torch.Tensor], prefix: str) -> GroupNet:
 
 
 def _collective_net(tensors: Mapping[str, torch.Tensor]) -> CollectiveNet:
-    net = CollectiveNet()
     prefix = "collective."
-    net.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+    state = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    nets, _, hidden = state["embed_first.weight"].shape
+    net = CollectiveNet(nets, hidden)
+    net.load_state_dict(state)
     return net
 
 
@@ -159,11 +186,12 @@ def _read_card(path: Path) -> dict[str, Any]:
             f"{path}: schema {found!r}, but this version reads {SCHEMA_VERSION}; "
             "train the model again with this version"
         )
-    if card.get("feature_set") != FEATURE_SET:
-        raise CostModelError(
-            f"{path}: made for feature set {card.get('feature_set')!r}, but this version computes {FEATURE_SET!r}; "
-            "train the model again with this version"
-        )
+    for key, computed in (("feature_set", FEATURE_SET), ("collective_feature_set", COLLECTIVE_FEATURE_SET)):
+        if card.get(key) != computed:
+            raise CostModelError(
+                f"{path}: made for {key.replace('_', ' ')} {card.get(key)!r}, but this version computes {computed!r}; "
+                "train the model again with this version"
+            )
     return card
 
 

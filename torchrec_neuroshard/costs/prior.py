@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from torchrec_neuroshard.costs.features import REGIMES, WORK_TERMS
 
 _MINIMUM_RECORDS = 60  # of one code path, below which the fit to all records serves it
+_MINIMUM_CALIBRATED = 3  # likewise where another machine's prior says what to expect
+_BASE_RECORDS = 5.0
 _ANY = "any"  # code paths that have no coefficients of their own
 
 
@@ -40,25 +42,45 @@ class Coefficients:
             raise ValueError("launch costs must be positive and coefficients must not be negative")
 
     @classmethod
-    def fit(cls, work: NDArray[np.float64], measured_ms: NDArray[np.float64]) -> Coefficients:
+    def fit(
+        cls, work: NDArray[np.float64], measured_ms: NDArray[np.float64], base: Coefficients | None = None
+    ) -> Coefficients:
         """Minimises squared relative error.
 
         Args:
             work: [groups, len(WORK_TERMS)] total work of each group.
             measured_ms: [groups, 2] measured forward and backward.
+            base: another machine's coefficients. With them every coefficient is pulled towards its counterpart, all
+                scaled to this machine's speed, as hard as by :data:`_BASE_RECORDS` records.
         """
         from scipy.optimize import nnls
 
         launch, terms = np.zeros(2), np.zeros((len(WORK_TERMS), 2))
         design = np.column_stack([np.ones(len(work)), work])
-        scale = design.mean(axis=0)
-        scale[scale == 0] = 1.0
         for index in range(2):
-            solution, _ = nnls(design / scale / measured_ms[:, index : index + 1], np.ones(len(work)))
+            measured = measured_ms[:, index]
+            scale = design.mean(axis=0)
+            rows, target = design / measured[:, None], np.ones(len(work))
+            least_launch = 0.5 * float(measured.min())
+            if base is not None:
+                expected = np.concatenate([base.launch_ms[index : index + 1], base.terms[:, index]])
+                expected = expected * np.median(measured / (design @ expected))
+                least_launch = min(least_launch, 0.5 * float(expected[0]))  # few records may all be of heavy groups
+                pull = np.sqrt(_BASE_RECORDS)
+                # A term that cost nothing there is pulled to nothing, by what a typical group has of it.
+                typical = np.where(expected > 0, 1.0 / np.maximum(expected, 1e-300), np.median(rows, axis=0))
+                rows = np.vstack([rows, pull * np.diag(typical)])
+                target = np.concatenate([target, pull * (expected > 0)])
+            scale[scale == 0] = 1.0
+            solution, _ = nnls(rows / scale, target)
             solution = solution / scale
-            launch[index] = max(float(solution[0]), 0.5 * float(measured_ms[:, index].min()))
+            launch[index] = max(float(solution[0]), least_launch)
             terms[:, index] = solution[1:]
         return cls(launch, terms)
+
+    def scaled(self, factor: NDArray[np.float64]) -> Coefficients:
+        """Everything ``factor`` ([2], forward and backward) times as expensive."""
+        return Coefficients(self.launch_ms * factor, self.terms * factor)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; :meth:`from_json` reads it back."""
@@ -119,7 +141,11 @@ class GroupPrior:
 
     @classmethod
     def fit(
-        cls, work: NDArray[np.float64], regime: NDArray[np.int64], measured_ms: NDArray[np.float64]
+        cls,
+        work: NDArray[np.float64],
+        regime: NDArray[np.int64],
+        measured_ms: NDArray[np.float64],
+        base: GroupPrior | None = None,
     ) -> GroupPrior:
         """Fits each code path that has enough records, and one set of coefficients to all records.
 
@@ -127,12 +153,31 @@ class GroupPrior:
             work: [groups, len(WORK_TERMS)] total work of each group.
             regime: [groups] code path of each group.
             measured_ms: [groups, 2] measured forward and backward.
+            base: another machine's prior, for a machine with few records: code paths keep its proportions where
+                records do not say otherwise, and paths without records its speed relative to the others.
         """
+        if base is not None:
+            return cls._calibrated(work, regime, measured_ms, base)
         paths = {_ANY: Coefficients.fit(work, measured_ms)}
         for index in np.unique(regime).tolist():
             members = regime == index
             if members.sum() >= _MINIMUM_RECORDS:
                 paths[REGIMES[index]] = Coefficients.fit(work[members], measured_ms[members])
+        return cls(paths)
+
+    @classmethod
+    def _calibrated(
+        cls, work: NDArray[np.float64], regime: NDArray[np.int64], measured_ms: NDArray[np.float64], base: GroupPrior
+    ) -> GroupPrior:
+        if not len(measured_ms):
+            return base
+        overall = np.median(measured_ms / base.predict(work, regime), axis=0)
+        paths = {name: path.scaled(overall) for name, path in base.paths.items()}
+        for index in np.unique(regime).tolist():
+            members = regime == index
+            start = base.paths.get(REGIMES[index], base.paths[_ANY])
+            if members.sum() >= _MINIMUM_CALIBRATED:
+                paths[REGIMES[index]] = Coefficients.fit(work[members], measured_ms[members], start)
         return cls(paths)
 
     def to_json(self) -> dict[str, Any]:

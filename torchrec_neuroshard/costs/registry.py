@@ -70,9 +70,8 @@ def _warn_once(key: str, message: str) -> None:
 
 def _remedy(device: str) -> str:
     return (
-        f"Measure this machine with `torchrec-neuroshard measure compute --device {device} --out records.jsonl`, then "
-        "train with `python -m torchrec_neuroshard.training --records records.jsonl --out DIR` and pass "
-        "cost_model=DIR."
+        f"`torchrec-neuroshard calibrate --device {device} --out DIR` measures this machine for ten minutes and fits a "
+        "model to it; pass cost_model=DIR."
     )
 
 

@@ -14,8 +14,8 @@ from typing import Any, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrec_neuroshard.costs.collective_prior import AllToAllTraffic
-from torchrec_neuroshard.costs.features import ShardWork, shard_features
+from torchrec_neuroshard.costs.collective_traffic import Traffic
+from torchrec_neuroshard.costs.features import ShardFeatures, ShardWork, shard_features
 from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.problem import Pipeline, Placement, ShardingProblem
 
@@ -89,6 +89,39 @@ class PlanCost:
         }
 
 
+@dataclass(frozen=True)
+class PlacementSums:
+    """What a placement is made of.
+
+    Attributes:
+        z: [ranks, groups, z_dim] sums of the shards' contributions.
+        columns: [1, lookups, ranks] output columns.
+        ids: [1, lookups, ranks] ids per sample.
+    """
+
+    z: NDArray[np.float64]
+    columns: NDArray[np.float64]
+    ids: NDArray[np.float64]
+
+
+def kind_features(problem: ShardingProblem, pairs: Iterable[tuple[int, int]]) -> ShardFeatures:
+    """Features of shards given as (table, width) pairs, for the global batch."""
+    return shard_features(
+        ShardWork(
+            rows=problem.tables[table].num_embeddings,
+            dim=width,
+            pooling_factor=problem.tables[table].pooling_factor,
+            num_features=problem.tables[table].num_features,
+            batch_size=problem.global_batch_size,
+            element_bytes=problem.tables[table].element_bytes,
+            weighted=problem.tables[table].weighted,
+            optimizer=problem.tables[table].optimizer,
+            access=problem.tables[table].distribution,
+        )
+        for table, width in pairs
+    )
+
+
 class PlanSimulator:
     """Predicts plans of one problem with one cost model.
 
@@ -117,24 +150,9 @@ class PlanSimulator:
         return np.asarray([self._kinds[pair] for pair in shards], dtype=np.int64)
 
     def _register(self, pairs: list[tuple[int, int]]) -> None:
-        works = []
-        for table_index, width in pairs:
-            table = self.problem.tables[table_index]
-            works.append(
-                ShardWork(
-                    rows=table.num_embeddings,
-                    dim=width,
-                    pooling_factor=table.pooling_factor,
-                    num_features=table.num_features,
-                    batch_size=self.problem.global_batch_size,
-                    element_bytes=table.element_bytes,
-                    weighted=table.weighted,
-                    optimizer=table.optimizer,
-                    access=table.distribution,
-                )
-            )
-            self._kinds[(table_index, width)] = len(self._kinds)
-        z = self.model.groups.contributions(shard_features(works))
+        for pair in pairs:
+            self._kinds[pair] = len(self._kinds)
+        z = self.model.groups.contributions(kind_features(self.problem, pairs))
         tables = [self.problem.tables[t] for t, _ in pairs]
         self.z = np.concatenate([self.z, z])
         self.memory = np.concatenate([self.memory, [self.problem.shard_memory(*pair) for pair in pairs]])
@@ -179,10 +197,10 @@ class PlanSimulator:
         batch = np.full(len(ids), float(self.problem.batch_size))
         total = np.zeros(len(ids))
         for lookup in range(ids.shape[1]):
-            traffic = AllToAllTraffic.pooled(
+            traffic = Traffic.pooled(
                 batch, ids[:, lookup] * _FLOATS_PER_ID, self.problem.cluster.local_world_size
             ).reversed()
-            total += np.where(ids[:, lookup].sum(axis=1) > 0, self._collectives.prior.predict(traffic), 0.0)
+            total += np.where(ids[:, lookup].sum(axis=1) > 0, self._collectives.prior.all_to_all(traffic), 0.0)
         return total
 
     def total_ms(
@@ -202,22 +220,28 @@ class PlanSimulator:
             exposed = np.maximum(0.0, input_dist_ms - compute)
         return compute + comms_ms.sum(axis=1) + exposed
 
-    def cost(self, placement: Placement) -> PlanCost:
-        """Predicts a placement, with a breakdown by rank."""
+    def group_sums(self, placement: Placement) -> PlacementSums:
+        """Sums over the shards of each group and lookup, in an order that does not depend on how a plan was found."""
         problem, ranks = self.problem, self.problem.cluster.world_size
         shards = sorted(placement.shards, key=lambda s: (s.table, s.offset))
         kinds = self.kinds((s.table, s.width) for s in shards)
         sums = np.zeros((ranks, len(problem.group_keys), self.z.shape[1]))
         columns = np.zeros((1, len(problem.lookup_keys), ranks))
         ids = np.zeros_like(columns)
-        for shard, kind in zip(shards, kinds):  # canonical order: sums do not depend on how a plan was found
+        for shard, kind in zip(shards, kinds):
             sharding_type = placement.sharding_types[shard.table]
             sums[shard.rank, problem.group_of(shard.table, sharding_type)] += self.z[kind]
             lookup = problem.lookup_of(shard.table, sharding_type)
             columns[0, lookup, shard.rank] += self.columns[kind]
             ids[0, lookup, shard.rank] += self.ids[kind]
-        rank_ms = self.group_ms(sums).sum(axis=1)
-        comms, input_dist = self.comms_ms(columns), self.input_dist_ms(ids)
+        return PlacementSums(sums, columns, ids)
+
+    def cost(self, placement: Placement) -> PlanCost:
+        """Predicts a placement, with a breakdown by rank."""
+        problem, ranks = self.problem, self.problem.cluster.world_size
+        of = self.group_sums(placement)
+        rank_ms = self.group_ms(of.z).sum(axis=1)
+        comms, input_dist = self.comms_ms(of.columns), self.input_dist_ms(of.ids)
         return PlanCost(
             float(self.total_ms(rank_ms[None], comms, input_dist)[0]),
             rank_ms[:, 0],

@@ -8,14 +8,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable, Iterable, Iterator
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from torchrec_neuroshard.measure.hardware import hardware_fingerprint, software_versions
 from torchrec_neuroshard.measure.pool import sample_group
 from torchrec_neuroshard.measure.probe import DisturbanceProbe
+from torchrec_neuroshard.measure.reference import ReferenceProbe, reference_json
 from torchrec_neuroshard.measure.specs import CollectiveSpec, GroupSpec, spec_id
 from torchrec_neuroshard.measure.store import MeasurementStore, RecordError
+from torchrec_neuroshard.measure.tbe import GroupTiming, measure_group
 from torchrec_neuroshard.measure.timing import RepetitionPolicy
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A group to measure, and how it was chosen: "random", "active" (see training.active) or "plan"."""
+
+    spec: GroupSpec
+    sampling: str = "random"
 
 
 @dataclass(frozen=True)
@@ -59,16 +71,16 @@ def records_of_this_machine(store: MeasurementStore, kind: str, device: torch.de
     return records
 
 
-def sampled_groups(seed: int) -> Iterator[GroupSpec]:
+def sampled_groups(seed: int) -> Iterator[Sampled]:
     """The endless, reproducible sequence of sampled groups for a seed."""
     index = 0
     while True:
-        yield sample_group(seed, index)
+        yield Sampled(sample_group(seed, index))
         index += 1
 
 
 def collect_groups(
-    specs: Iterable[GroupSpec],
+    groups: Iterable[Sampled],
     store: MeasurementStore,
     device: torch.device,
     minutes: float,
@@ -83,7 +95,7 @@ def collect_groups(
     the last try and that try's disturbance.
 
     Args:
-        specs: what to measure, in order.
+        groups: what to measure, in order.
         store: where records go; each is flushed before the next begins.
         device: "cpu" or "cuda" device.
         minutes: time budget; checked between records.
@@ -91,24 +103,26 @@ def collect_groups(
         limit: stop after this many new records.
         progress: called with the number of records written so far.
     """
-    from torchrec_neuroshard.measure.tbe import measure_group
-
     measured = records_of_this_machine(store, "group", device)
     done = {record["id"] for record in measured}
     probe = DisturbanceProbe(device, [record["probe_median_ms"] for record in measured if "probe_median_ms" in record])
+    reference = ReferenceProbe(device)
     begun = time.monotonic()
     written = skipped = 0
-    for spec in specs:
+    for group in groups:
+        spec = group.spec
         if time.monotonic() - begun > 60 * minutes or (limit is not None and written >= limit):
             break
         if spec_id(spec) in done:
             skipped += 1
             continue
         started = time.monotonic()
-        timing, disturbance = probe.undisturbed(partial(measure_group, spec, device, policy))
+        measure = partial(_with_reference, reference, spec, device, policy)
+        (timing, reference_times), disturbance = probe.undisturbed(measure)
         store.append(
             {
                 **describe("group", spec, device),
+                "sampling": group.sampling,
                 "forward_ms": timing.forward.to_json(),
                 "backward_ms": timing.backward.to_json(),
                 "total_ms": timing.total.to_json(),
@@ -116,6 +130,7 @@ def collect_groups(
                 "batches": timing.batches,
                 "disturbance": round(disturbance, 3),
                 "probe_median_ms": round(disturbance * probe.quiet_ms, 4),
+                "reference_ms": reference_json(reference_times),
                 "seconds": round(time.monotonic() - started, 2),
             }
         )
@@ -123,3 +138,12 @@ def collect_groups(
         if progress is not None:
             progress(written)
     return CollectionResult(written, skipped, time.monotonic() - begun)
+
+
+def _with_reference(
+    reference: ReferenceProbe, spec: GroupSpec, device: torch.device, policy: RepetitionPolicy | None
+) -> tuple[GroupTiming, NDArray[np.float64]]:
+    """A group's timing, and the reference times right before and after it."""
+    before = reference.times()
+    timing = measure_group(spec, device, policy)
+    return timing, np.concatenate([before, reference.times()])

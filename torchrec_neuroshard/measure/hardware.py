@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from torchrec_neuroshard.costs.hardware import cpu_model, machine_name
+from torchrec_neuroshard.costs.hardware import cpu_caches, cpu_model, machine_name
 
 
 @cache
@@ -26,7 +26,7 @@ def hardware_fingerprint(device_type: str) -> dict[str, Any]:
     host: dict[str, Any] = {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
-        "caches": _cpu_caches(),
+        "caches": cpu_caches(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "transparent_hugepages": _transparent_hugepages(),
     }
@@ -54,18 +54,6 @@ def software_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def _cpu_caches() -> dict[str, str]:
-    caches: dict[str, str] = {}
-    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        try:
-            kind = (index / "type").read_text().strip()
-            level = (index / "level").read_text().strip()
-            caches[f"L{level}{'i' if kind == 'Instruction' else ''}"] = (index / "size").read_text().strip()
-        except OSError:
-            continue
-    return caches
 
 
 def _transparent_hugepages() -> str:

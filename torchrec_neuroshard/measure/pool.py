@@ -54,11 +54,13 @@ class WorkCap:
 WORK_CAPS: tuple[tuple[float, WorkCap], ...] = (
     (0.75, WorkCap(40.0, 300 << 20)),
     (0.20, WorkCap(120.0, 1 << 30)),
-    (0.05, WorkCap(400.0, 2 << 30)),
+    (0.04, WorkCap(400.0, 2 << 30)),
+    (0.01, WorkCap(400.0, 6 << 30)),
 )
 
 RANK_LIKE_CAP = WorkCap(60.0, 1 << 30)
 _RANK_LIKE_SHARE = 0.25
+_ROW_BLOCK_SHARE = 0.12  # of the other groups: row-wise shards, whose bags hold few ids or none
 _DENSE_ROUNDS = 4.0  # dense kernel: gradient zeroed and written, weights read and written
 
 
@@ -97,6 +99,8 @@ def sample_group(seed: int, index: int) -> GroupSpec:
     pooling_scale = float(2 ** rng.normal(0.0, 0.7))
     shards = tuple(_augment(bases[int(rng.integers(len(bases)))], common_dim, common_zipf, pooling_scale, rng)
                    for _ in range(count))  # fmt: skip
+    if kind == "pooled" and rng.random() < _ROW_BLOCK_SHARE:
+        shards = _row_blocks(shards, rng)
     spec = GroupSpec(
         batch_size=batch_size,
         shards=shards,
@@ -110,6 +114,24 @@ def sample_group(seed: int, index: int) -> GroupSpec:
     )
     # Half of the heavy groups give up batch for more shards, half the reverse.
     return _shrink(spec, cap, batch_floor=512 if rng.random() < 0.5 else 1 << 20)
+
+
+def _row_blocks(shards: tuple[ShardSpec, ...], rng: np.random.Generator) -> tuple[ShardSpec, ...]:
+    """One rank's row-wise shards of some tables: a block of the rows and its share of the ids, for every bag.
+
+    With popular rows scattered, a block's share is about its part of the rows; where ids are sorted by frequency
+    it is anything from next to nothing to most.
+    """
+    blocks = int(2 ** rng.integers(1, 8))
+    skew = float(rng.choice((0.0, 1.0)))
+    return tuple(
+        replace(
+            shard,
+            rows=max(10, shard.rows // blocks),
+            pooling_factor=round(shard.pooling_factor * min(1.0, float(np.exp(skew * rng.normal())) / blocks), 4),
+        )
+        for shard in shards
+    )
 
 
 def _rank_like(bases: Sequence[BaseTable], rng: np.random.Generator) -> GroupSpec:
@@ -168,8 +190,8 @@ def _augment(
     base: BaseTable, dim: int | None, zipf: float | None, pooling_scale: float, rng: np.random.Generator
 ) -> ShardSpec:
     rows = base.num_embeddings * 2 ** rng.uniform(-2.0, 2.0)
-    if rows > 8e6:  # beyond what one record may hold: anywhere in the upper decades instead of a pile at the cap
-        rows = 10 ** rng.uniform(5.0, 6.9)
+    if rows > 3e7:  # beyond what one record may hold: anywhere in the upper decades instead of a pile at the cap
+        rows = 10 ** rng.uniform(5.0, 7.4)
     pooling = 1.0
     if base.pooling_factor != 1.0 or rng.random() < 0.4:
         pooling = float(np.clip(base.pooling_factor * pooling_scale * 2 ** rng.normal(0.0, 0.6), 0.1, 200.0))

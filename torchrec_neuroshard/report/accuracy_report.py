@@ -17,16 +17,17 @@ from torchrec_neuroshard.measure.pool import is_held_out
 from torchrec_neuroshard.measure.specs import GroupSpec
 from torchrec_neuroshard.report.accuracy_bins import Breakdown, Times
 from torchrec_neuroshard.report.accuracy_records import EvaluationRecords, Record
+from torchrec_neuroshard.training.collective_data import CollectiveData, collective_data, layout_name
 from torchrec_neuroshard.training.dataset import group_data
+from torchrec_neuroshard.training.drift import ReferenceSpeed, at_speed_of_model, drift
 from torchrec_neuroshard.training.evaluate import (
     accuracy_of,
-    collective_accuracy,
+    collective_accuracy_of,
     kendall_tau,
     percentage_errors,
     predict_collectives,
     predict_groups,
 )
-from torchrec_neuroshard.training.train_collectives import CollectiveData, collective_data
 
 SCHEMA_VERSION = 1
 
@@ -87,7 +88,7 @@ class AccuracyReport:
         return cls(
             {"name": model.name, "provenance": model.provenance, "hardware": model.hardware},
             records,
-            _groups(model, records.groups) if records.groups else None,
+            _groups(model, records.groups, records.witnesses) if records.groups else None,
             _collectives(model, records.collectives) if records.collectives else None,
             tuple(_warnings(model, records)),
         )
@@ -126,9 +127,14 @@ class AccuracyReport:
             console.print(_breakdown_table(title, part))
 
 
-def _groups(model: CostModel, records: Sequence[Record]) -> PartAccuracy:
-    data = group_data(records)
-    predicted = predict_groups(model.groups, data)
+def _groups(model: CostModel, records: Sequence[Record], witnesses: Sequence[Record]) -> PartAccuracy:
+    everything = group_data((*records, *witnesses))
+    all_predicted = predict_groups(model.groups, everything)
+    log_drift = drift(np.log(everything.measured_ms / all_predicted), everything, _reference_speed(model, records))
+    evaluated = np.arange(len(everything)) < len(records)
+    data, predicted = everything.subset(evaluated), all_predicted[: len(records)]
+    evened = at_speed_of_model(data, log_drift[: len(records)])
+    overall = {**accuracy_of(predicted, data), "at_speed_of_model": accuracy_of(predicted, evened)}
     times = {
         "forward": Times(predicted[:, 0], data.measured_ms[:, 0]),
         "backward": Times(predicted[:, 1], data.measured_ms[:, 1]),
@@ -136,7 +142,15 @@ def _groups(model: CostModel, records: Sequence[Record]) -> PartAccuracy:
     }
     specs = [GroupSpec.from_json(record["spec"]) for record in records]
     breakdowns = _group_breakdowns(times["total"], specs, records)
-    return PartAccuracy(times, accuracy_of(predicted, data), breakdowns, "total")
+    return PartAccuracy(times, overall, breakdowns, "total")
+
+
+def _reference_speed(model: CostModel, records: Sequence[Record]) -> ReferenceSpeed | None:
+    """What the model's card says about reference times, if all records are of its machine."""
+    known = model.card.get("reference_speed")
+    if known is None or any(record["hardware"]["name"] != model.hardware for record in records):
+        return None
+    return ReferenceSpeed.from_json(known)
 
 
 def _group_breakdowns(total: Times, specs: Sequence[GroupSpec], records: Sequence[Record]) -> tuple[Breakdown, ...]:
@@ -176,52 +190,48 @@ def _base_tables(spec: GroupSpec) -> str:
 
 
 def _collectives(model: CostModel, records: Sequence[Record]) -> PartAccuracy:
-    by_ranks = _by_number_of_ranks(records)
     data = collective_data(records)
+    in_order = [records[position] for part in data for position in part.positions.tolist()]
     predicted = [predict_collectives(model.collectives, part) for part in data]
     slowest = Times(
-        np.concatenate([times.max(axis=1) for times in predicted]),
+        np.concatenate([times.slowest for times in predicted]),
         np.concatenate([part.measured_ms.max(axis=1) for part in data]),
     )
     per_rank = Times(
-        np.concatenate([times.ravel() for times in predicted]),
+        np.concatenate([times.per_rank.ravel() for times in predicted]),
         np.concatenate([part.measured_ms.ravel() for part in data]),
     )
     times = {"per rank": per_rank, "slowest rank": slowest}
     overall = {
-        "records": len(records),
-        "per_rank": percentage_errors(per_rank.predicted, per_rank.measured),
-        "slowest": percentage_errors(slowest.predicted, slowest.measured),
+        **collective_accuracy_of(predicted, data),
         "kendall_tau": kendall_tau(slowest.predicted, slowest.measured),
-        "by_ranks": collective_accuracy(model.collectives, data),
     }
-    return PartAccuracy(times, overall, _collective_breakdowns(slowest, data, by_ranks), "slowest rank")
+    return PartAccuracy(times, overall, _collective_breakdowns(slowest, data, in_order), "slowest rank")
 
 
 def _collective_breakdowns(
     slowest: Times, data: Sequence[CollectiveData], records: Sequence[Record]
 ) -> tuple[Breakdown, ...]:
-    ranks = np.concatenate([np.full(len(part), part.dims.shape[1]) for part in data])
-    directions = ["backward" if backward else "forward" for part in data for backward in part.backward]
+    ranks = np.concatenate([np.full(len(part), part.ranks) for part in data])
+    hosts = np.concatenate([np.full(len(part), part.hosts) for part in data])
+    layouts = [layout_name(part.hosts, part.local_world_size) for part in data for _ in range(len(part))]
+    kinds = [name for part in data for name in part.kind_names]
     delayed = ["yes" if delays.any() else "no" for part in data for delays in part.delays_ms]
     batch_size = np.concatenate([part.batch_size for part in data])
-    both = list(zip(ranks.tolist(), directions))
+    both = list(zip(ranks.tolist(), kinds))
     labels = {pair: f"{pair[0]} ranks, {pair[1]}" for pair in sorted(set(both))}
     return (
+        slowest.by_value("kind", "collective", kinds),
         slowest.by_count("ranks", "ranks", ranks),
-        slowest.by_value("direction", "direction", directions),
+        slowest.by_count("hosts", "hosts", hosts),
+        slowest.by_value("layout", "hosts x ranks of each", layouts),
         slowest.by_value(
-            "ranks_and_direction", "ranks and direction", [labels[pair] for pair in both], tuple(labels.values())
+            "ranks_and_kind", "ranks and collective", [labels[pair] for pair in both], tuple(labels.values())
         ),
         slowest.by_value("start_delays", "ranks start apart", delayed),
         slowest.by_range("batch_size_per_rank", "samples per rank", batch_size, _RANK_BATCH_EDGES),
         _by_hardware(slowest, records),
     )
-
-
-def _by_number_of_ranks(records: Iterable[Record]) -> list[Record]:
-    """The order in which :func:`collective_data` lays records out."""
-    return sorted(records, key=lambda record: int(record["spec"]["world_size"]))
 
 
 def _by_hardware(times: Times, records: Sequence[Record]) -> Breakdown:
@@ -242,17 +252,12 @@ def _warnings(model: CostModel, records: EvaluationRecords) -> Iterable[str]:
         yield (
             f"cost model {model.name} {kind} {model.hardware}, but records come from {machines}: the errors hold the "
             "difference between the machines, not only the model's own; evaluate on records of the model's machine, or "
-            "train on records of this one (python -m torchrec_neuroshard.training)"
+            "train on records of this one (torchrec-neuroshard pretrain)"
         )
     if records.disturbed_groups or records.disturbed_collectives:
         yield (
             f"{records.disturbed_groups} groups and {records.disturbed_collectives} collectives were dropped: they "
             "were taken while the machine was disturbed"
-        )
-    if records.unmodelled_collectives:
-        yield (
-            f"{records.unmodelled_collectives} collectives were left out: cost models predict only all-to-alls within "
-            "one host so far"
         )
 
 
@@ -275,6 +280,12 @@ def _remarks(part: PartAccuracy) -> Iterable[str]:
         words.append(f"within strata (same batch, lookups within 25 %) {shown}")
         words.append(f"p10 to p90 within a record spans {part.overall['noise_within_record_median']:.1%} in the median")
     yield "; ".join(words)
+    if "at_speed_of_model" in part.overall:
+        errors = part.overall["at_speed_of_model"]["total"]
+        yield (
+            "with the machine's drift taken out, as reference times and neighbouring records tell it: total "
+            f"{errors['median_ape']:.1%} median, {errors['p95_ape']:.1%} p95"
+        )
 
 
 def _breakdown_table(title: str, part: PartAccuracy) -> RichTable:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from torchrec_neuroshard.costs.plan_uncertainty import PlanUncertainty
 from torchrec_neuroshard.costs.simulator import PlanCost
 from torchrec_neuroshard.problem import Cluster, Placement, Table
 
@@ -30,6 +31,7 @@ class PlanReport:
         placement: the plan.
         memory_bytes: [ranks, 2] bytes of HBM and DDR that the shards of each rank take.
         cost: predicted ms per rank and part, and per iteration.
+        uncertainty: how sure the prediction is; None where the cost model cannot say.
         cost_model: {"name", "provenance", "hardware"} of the cost model.
         compute_kernel: kernel of every shard.
         plan_seconds: wall time of planning.
@@ -46,6 +48,7 @@ class PlanReport:
     cost_model: dict[str, str]
     compute_kernel: str
     plan_seconds: float
+    uncertainty: PlanUncertainty | None = None
     search_log: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -77,6 +80,7 @@ class PlanReport:
             "pipeline": self.cost.pipeline.value,
             "cost_model": dict(self.cost_model),
             "predicted_ms": {**self.cost.to_json(), "bottleneck_rank": self.cost.bottleneck_rank},
+            "uncertainty": None if self.uncertainty is None else self.uncertainty.to_json(),
             "memory_bytes_per_rank": [{"hbm": int(hbm), "ddr": int(ddr)} for hbm, ddr in self.memory_bytes],
             "capacity_bytes_per_rank": [{"hbm": int(hbm), "ddr": int(ddr)} for hbm, ddr in cluster.capacity],
             "tables": self.tables_json(),
@@ -121,6 +125,9 @@ class PlanReport:
             f"{self.cost_model['name']}; planned in {self.plan_seconds:.2f} s.",
             markup=False,
         )
+        if self.uncertainty is not None:
+            error = 100 * self.uncertainty.expected_error
+            console.print(f"The slowest rank's compute is typically off by {error:.0f} %.", markup=False)
         for note in self.notes:
             console.print(f"- {note}", markup=False)
         output = console.file

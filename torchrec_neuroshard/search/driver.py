@@ -17,6 +17,8 @@ from torchrec_neuroshard.search.kicks import kick_and_refine
 from torchrec_neuroshard.search.refine import refine
 from torchrec_neuroshard.search.splits import Splits, whole_tables
 
+_NEARLY_AS_GOOD = 1.02  # times the least predicted cost: finalists
+_FINALISTS = 16
 _KICKS_PER_SHARD = 6  # few shards have few placements
 
 
@@ -59,9 +61,11 @@ def find_placement(problem: ShardingProblem, model: CostModel, config: SearchCon
     for scored in beam_search(simulator, starts, config, out_of_time, on_level):
         if np.isfinite(scored.total_ms):
             found.append(placement_of(problem, scored.splits, scored.placement.ranks))
+    finalists: list[Placement] = []
     for index, start in enumerate(found):
         placement = refine(simulator, start, out_of_time) if config.refine and index else start
         candidate = simulator.cost(placement)
+        finalists.append(placement)
         if candidate.total_ms < cost.total_ms:
             best, cost = placement, candidate
         if config.refine and index:
@@ -70,10 +74,26 @@ def find_placement(problem: ShardingProblem, model: CostModel, config: SearchCon
         best = refine(simulator, best, out_of_time)
     kicks = config.kick_budget // len(best.shards) if config.refine else 0
     kicks = min(kicks, _KICKS_PER_SHARD * len(best.shards))
-    best = kick_and_refine(simulator, best, kicks, config.seed, out_of_time)
+    finalists += kick_and_refine(simulator, best, kicks, config.seed, out_of_time)
+    best = _choose(simulator, finalists)
     cost = simulator.cost(best)
     note("final", cost.total_ms, len(best.shards))
     return SearchResult(best, cost, elapsed(), tuple(log))
+
+
+def _choose(simulator: PlanSimulator, finalists: list[Placement]) -> Placement:
+    """The best of the placements that the mean head predicts to be nearly as good as any, by the ensemble.
+
+    A search finds placements whose cost one net underestimates; several nets seldom err alike.
+    """
+    finalists = list(dict.fromkeys(finalists))
+    costs = np.asarray([simulator.cost(placement).total_ms for placement in finalists])
+    close = np.flatnonzero(costs <= costs.min() * _NEARLY_AS_GOOD)
+    close = close[np.argsort(costs[close], kind="stable")][:_FINALISTS]
+    if simulator.model.ensemble is not None and len(close) > 1:
+        judge = PlanSimulator(simulator.problem, simulator.model.by_ensemble())
+        close = close[np.argsort([judge.cost(finalists[index]).total_ms for index in close], kind="stable")]
+    return finalists[close[0]]
 
 
 def _splits_of(problem: ShardingProblem, placement: Placement) -> Splits:

@@ -22,13 +22,14 @@ _PATIENCE = 24  # kicks in a row that find nothing
 
 def kick_and_refine(
     simulator: PlanSimulator, placement: Placement, kicks: int, seed: int, out_of_time: Callable[[], bool]
-) -> Placement:
-    """Kicks the best placement so far at most ``kicks`` times; returns the best found, never worse than given.
+) -> list[Placement]:
+    """Kicks the best placement so far at most ``kicks`` times; returns all local optima found, the given one first.
 
     Stops early when kicks keep failing, as they do on problems so small that nothing is left to find.
     """
     rng = np.random.default_rng(seed)
     best, best_ms = placement, simulator.cost(placement).total_ms
+    optima = [placement]
     seen = {placement.shards}
     failures = 0
     for _ in range(kicks):
@@ -40,10 +41,11 @@ def kick_and_refine(
             continue
         seen.add(kicked.shards)
         candidate = refine(simulator, kicked, out_of_time)
+        optima.append(candidate)
         candidate_ms = simulator.cost(candidate).total_ms
         if candidate_ms < best_ms:
             best, best_ms, failures = candidate, candidate_ms, 0
-    return best
+    return optima
 
 
 def _kick(simulator: PlanSimulator, placement: Placement, rng: np.random.Generator) -> Placement | None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torchrec_neuroshard.costs.features import ShardFeatures, ShardWork, segment_sums, shard_features
 from torchrec_neuroshard.measure.pool import is_held_out
 from torchrec_neuroshard.measure.probe import DISTURBED
+from torchrec_neuroshard.measure.reference import reference_of
 from torchrec_neuroshard.measure.specs import DATA_TYPES, GroupSpec
 from torchrec_neuroshard.measure.store import RecordError, read_records
 from torchrec_neuroshard.training.record_checks import check_record
@@ -33,6 +34,12 @@ class GroupData:
         ids: [groups] record ids.
         batch_size: [groups] batch of the TBE.
         lookups: [groups] mean number of ids in a batch.
+        machine: [groups] name of the machine.
+        session: [groups] machine and process that measured, rising from 0.
+        unix_time: [groups] when, in seconds.
+        held_out: [groups] whether a group holds a held-out base table.
+        by_chance: [groups] whether a group was drawn by chance, not chosen by a model or built by a planner.
+        reference_ms: [groups, reference times] ms of fixed lookups beside each record; NaN where it has none.
     """
 
     shards: ShardFeatures
@@ -43,6 +50,12 @@ class GroupData:
     ids: tuple[str, ...]
     batch_size: NDArray[np.int64]
     lookups: NDArray[np.float64]
+    machine: tuple[str, ...]
+    session: NDArray[np.int64]
+    unix_time: NDArray[np.float64]
+    held_out: NDArray[np.bool_]
+    by_chance: NDArray[np.bool_]
+    reference_ms: NDArray[np.float64]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -56,6 +69,29 @@ class GroupData:
     def regime(self) -> NDArray[np.int64]:
         """[groups] code path of each group."""
         return self.shards.regime[np.searchsorted(self.group, np.arange(len(self)))]
+
+    def subset(self, keep: NDArray[np.bool_]) -> GroupData:
+        """The groups where ``keep`` ([groups]) is true."""
+        chosen = np.flatnonzero(keep)
+        of_shard = keep[self.group]
+        return GroupData(
+            ShardFeatures(
+                self.shards.work[of_shard], self.shards.features[of_shard], self.shards.regime[of_shard]
+            ),
+            (np.cumsum(keep) - 1)[self.group[of_shard]],
+            self.measured_ms[keep],
+            self.total_ms[keep],
+            self.noise[keep],
+            tuple(self.ids[index] for index in chosen),
+            self.batch_size[keep],
+            self.lookups[keep],
+            tuple(self.machine[index] for index in chosen),
+            self.session[keep],
+            self.unix_time[keep],
+            self.held_out[keep],
+            self.by_chance[keep],
+            self.reference_ms[keep],
+        )
 
 
 @dataclass(frozen=True)
@@ -90,9 +126,13 @@ def spec_features(spec: GroupSpec) -> ShardFeatures:
 def group_data(records: Iterable[dict[str, Any]]) -> GroupData:
     """Builds the arrays from group records."""
     records = list(records)
-    parts, membership = [], []
+    parts, membership, held_out = [], [], []
+    sessions: dict[tuple[str, int], int] = {}
     for index, record in enumerate(records):
-        features = spec_features(GroupSpec.from_json(record["spec"]))
+        spec = GroupSpec.from_json(record["spec"])
+        features = spec_features(spec)
+        held_out.append(is_held_out(spec))
+        sessions.setdefault(_session(record), len(sessions))
         parts.append(features)
         membership.append(np.full(len(features.work), index, dtype=np.int64))
     if not parts:
@@ -107,7 +147,23 @@ def group_data(records: Iterable[dict[str, Any]]) -> GroupData:
         tuple(record["id"] for record in records),
         np.asarray([record["spec"]["batch_size"] for record in records]),
         np.asarray([record["lookups"] for record in records]),
+        tuple(str(record["hardware"]["name"]) for record in records),
+        np.asarray([sessions[_session(record)] for record in records]),
+        np.asarray([float(record.get("unix_time", 0.0)) for record in records]),
+        np.asarray(held_out),
+        np.asarray([sampling_of(record) == "random" for record in records]),
+        np.stack([reference_of(record) for record in records]),
     )
+
+
+def sampling_of(record: dict[str, Any]) -> str:
+    """How a group was chosen: "random", "active" or "plan". Older records do not say; groups of plans have no base."""
+    of_pool = any(shard.get("base") for shard in record["spec"]["shards"])
+    return str(record.get("sampling", "random" if of_pool else "plan"))
+
+
+def _session(record: dict[str, Any]) -> tuple[str, int]:
+    return record["hardware"]["name"], record.get("pid", 0)
 
 
 def load_groups(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
@@ -138,25 +194,23 @@ def undisturbed(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [record for record in records if record.get("disturbance", 1.0) <= DISTURBED]
 
 
-def split_groups(records: Iterable[dict[str, Any]]) -> GroupSplit:
-    """Splits records by base table (test) and by record id (validation), the same way each time.
+def split_groups(data: GroupData) -> GroupSplit:
+    """Splits groups by base table (test) and by record id (validation), the same way each time.
 
     Raises:
         ValueError: a part would hold no record.
     """
-    train, validation, test = [], [], []
-    for record in records:
-        if is_held_out(GroupSpec.from_json(record["spec"])):
-            test.append(record)
-        elif int(hashlib.sha256(record["id"].encode()).hexdigest()[:8], 16) / 2**32 < _VALIDATION_SHARE:
-            validation.append(record)
-        else:
-            train.append(record)
-    parts = {"training": train, "validation": validation, "held-out": test}
-    if not all(parts.values()):
-        found = ", ".join(f"{len(part)} {name}" for name, part in parts.items())
+    validating = ~data.held_out & np.asarray([_share_of_id(identity) < _VALIDATION_SHARE for identity in data.ids])
+    parts = {"training": ~data.held_out & ~validating, "validation": validating, "held-out": data.held_out}
+    if not all(part.any() for part in parts.values()):
+        found = ", ".join(f"{part.sum()} {name}" for name, part in parts.items())
         raise ValueError(
             f"training needs at least one group record in each part, found {found}; a hundred sampled records "
             "suffice for that, thousands for a good model (torchrec-neuroshard measure compute)"
         )
-    return GroupSplit(group_data(train), group_data(validation), group_data(test))
+    return GroupSplit(*(data.subset(part) for part in parts.values()))
+
+
+def _share_of_id(identity: str) -> float:
+    """A number in [0, 1) that depends on the id alone."""
+    return int(hashlib.sha256(identity.encode()).hexdigest()[:8], 16) / 2**32

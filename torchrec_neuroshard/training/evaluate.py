@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
 from torchrec_neuroshard.costs.additive import GroupCosts
-from torchrec_neuroshard.costs.collective_model import CollectiveModel
+from torchrec_neuroshard.costs.collective_model import CollectiveModel, CollectiveTimes
 from torchrec_neuroshard.costs.features import segment_sums
+from torchrec_neuroshard.costs.group_model import GroupCostModel
+from torchrec_neuroshard.training.collective_data import CollectiveData, layout_name
 from torchrec_neuroshard.training.dataset import GroupData
-from torchrec_neuroshard.training.train_collectives import CollectiveData
 
 _STRATUM_LOOKUPS = 1.25  # groups of one stratum have equal batches and lookups within this factor
 
@@ -20,6 +21,11 @@ _STRATUM_LOOKUPS = 1.25  # groups of one stratum have equal batches and lookups 
 def predict_groups(model: GroupCosts, data: GroupData) -> NDArray[np.float64]:
     """[groups, 2] predicted forward and backward ms."""
     return model.predict(segment_sums(model.contributions(data.shards), data.group, len(data)))
+
+
+def group_spread(model: GroupCostModel, data: GroupData) -> NDArray[np.float64]:
+    """[groups] disagreement of an ensemble's nets, see :meth:`GroupCostModel.spread`."""
+    return model.spread(segment_sums(model.contributions(data.shards), data.group, len(data)))
 
 
 def group_accuracy(model: GroupCosts, data: GroupData) -> dict[str, Any]:
@@ -51,21 +57,50 @@ def accuracy_of(predicted: NDArray[np.float64], data: GroupData) -> dict[str, An
     return result
 
 
-def predict_collectives(model: CollectiveModel, data: CollectiveData) -> NDArray[np.float64]:
-    """[calls, ranks] predicted ms from each rank's own start to its end; all ranks share one host."""
-    return model.per_rank(data.batch_size, data.dims, data.backward, data.dims.shape[1], data.delays_ms)
+def predict_collectives(model: CollectiveModel, data: CollectiveData) -> CollectiveTimes:
+    """Predicted ms of each rank, from its own start to its end, and of the slowest."""
+    return model.predict(data.calls)
 
 
 def collective_accuracy(model: CollectiveModel, data: Sequence[CollectiveData]) -> dict[str, Any]:
-    """Absolute percentage errors of each rank's time and of the slowest rank's, by number of ranks."""
-    result: dict[str, Any] = {}
-    for part in data:
-        predicted = predict_collectives(model, part)
-        result[f"{part.dims.shape[1]}_ranks"] = {
-            "records": len(part),
-            "per_rank": percentage_errors(predicted.ravel(), part.measured_ms.ravel()),
-            "slowest": percentage_errors(predicted.max(axis=1), part.measured_ms.max(axis=1)),
+    """Absolute percentage errors of each rank's time and of the slowest rank's, overall and by what was called.
+
+    Empty without data. ``by_layout`` is by hosts x ranks per host; an all-to-all's directions are kinds of their own.
+    """
+    if not data:
+        return {}
+    return collective_accuracy_of([predict_collectives(model, part) for part in data], data)
+
+
+def collective_accuracy_of(predicted: Sequence[CollectiveTimes], data: Sequence[CollectiveData]) -> dict[str, Any]:
+    """:func:`collective_accuracy` of predictions already made, one for each of the data."""
+    names = [name for part in data for name in part.kind_names]
+    ranks = [f"{part.ranks}_ranks" for part in data for _ in range(len(part))]
+    hosts = [f"{part.hosts}_host{'s' if part.hosts > 1 else ''}" for part in data for _ in range(len(part))]
+    layouts = [layout_name(part.hosts, part.local_world_size) for part in data for _ in range(len(part))]
+    slowest = np.concatenate([times.slowest for times in predicted])
+    slowest_measured = np.concatenate([part.measured_ms.max(axis=1) for part in data])
+    per_rank = np.concatenate([times.per_rank.ravel() for times in predicted])
+    per_rank_measured = np.concatenate([part.measured_ms.ravel() for part in data])
+    call = np.repeat(np.arange(len(names)), [part.ranks for part in data for _ in range(len(part))])
+
+    def errors(members: NDArray[np.bool_]) -> dict[str, Any]:
+        of_ranks = members[call]
+        return {
+            "records": int(members.sum()),
+            "per_rank": percentage_errors(per_rank[of_ranks], per_rank_measured[of_ranks]),
+            "slowest": percentage_errors(slowest[members], slowest_measured[members]),
         }
+
+    def by(labels: Sequence[str]) -> dict[str, Any]:
+        array = np.asarray(labels)
+        return {label: errors(array == label) for label in dict.fromkeys(labels)}
+
+    result: dict[str, Any] = errors(np.ones(len(names), dtype=bool))
+    properties = {"kind": names, "ranks": ranks, "hosts": hosts, "layout": layouts}
+    for name, labels in properties.items():
+        result[f"by_{name}"] = by(labels)
+    result["by_kind_and_ranks"] = by([f"{kind}, {count}" for kind, count in zip(names, ranks)])
     return result
 
 

@@ -53,6 +53,8 @@ def _check_group(record: Record) -> None:
     for quantile in ("median", "p10", "p90"):
         _check_positive(f"total_ms.{quantile}", record["total_ms"][quantile])
     _check_number("lookups", record["lookups"])
+    for name, time in record.get("reference_ms", {}).items():
+        _check_positive(f"reference_ms.{name}", time)
 
 
 def _check_collective(record: Record) -> None:

@@ -1,0 +1,87 @@
+"""Builds a cost model with its card from measured records."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any, Callable, Sequence
+
+from torchrec_neuroshard.costs.group_model import GroupCostModel
+from torchrec_neuroshard.costs.model import CostModel
+from torchrec_neuroshard.measure.specs import GroupSpec
+from torchrec_neuroshard.training.collective_part import limits, train_collective_part
+from torchrec_neuroshard.training.dataset import sampling_of, undisturbed
+from torchrec_neuroshard.training.pretrain import train_groups_of
+from torchrec_neuroshard.training.train_groups import TrainingConfig
+
+# Properties that all shards of a group share.
+_KINDS = ("optimizer", "data_type", "weighted", "kernel", "pooling")
+
+Records = Sequence[dict[str, Any]]
+
+
+def build_cost_model(
+    groups: Records,
+    collectives: Records,
+    config: TrainingConfig,
+    name: str = "",
+    others: Records = (),
+    start: GroupCostModel | None = None,
+    log: Callable[[str], None] = print,
+) -> CostModel:
+    """Trains on the records of one machine.
+
+    Args:
+        groups: its group records; disturbed ones are left out.
+        collectives: its collective records; with too few, collectives are predicted from data-sheet constants.
+        config: hyper-parameters of the group nets.
+        name: name on the card; the machine's when empty.
+        others: group records of other machines, trained on beside them.
+        start: model whose nets training starts from.
+        log: called with a line for each step.
+
+    Raises:
+        ValueError: there are no groups, they come from several machines, or too few are left for a split.
+    """
+    kept, beside = undisturbed(groups), undisturbed(others)
+    machines = Counter(record["hardware"]["name"] for record in (*groups, *collectives))
+    if not groups:
+        raise ValueError("there are no group records")
+    if len(machines) > 1:
+        raise ValueError(f"records must come from one kind of machine, found {dict(machines)}")
+    trained = train_groups_of(kept, config, beside, start, log)
+    collective_part = train_collective_part(collectives, groups[0]["device"], config.seed, log)
+    specs = [GroupSpec.from_json(record["spec"]) for record in kept]
+    card = {
+        "hardware": groups[0]["hardware"],
+        "versions": groups[0]["versions"],
+        "records": {
+            "groups": len(kept),
+            "groups_dropped_as_disturbed": len(groups) - len(kept),
+            "groups_by_sampling": dict(sorted(Counter(map(sampling_of, kept)).items())),
+            "groups_train": len(trained.split.train),
+            "groups_validation": len(trained.split.validation),
+            "groups_held_out_tables": len(trained.split.test),
+            "groups_of_other_machines": dict(sorted(Counter(r["hardware"]["name"] for r in beside).items())),
+            **collective_part.counts,
+        },
+        **collective_part.card,
+        "accuracy": {**trained.accuracy(), **collective_part.accuracy},
+        "machine_drift": trained.drift_json(),
+        "reference_speed": trained.speed.to_json() if trained.speed is not None else None,
+        "training": asdict(config),
+        "measured_kinds": {kind: dict(Counter(str(getattr(spec, kind)) for spec in specs)) for kind in _KINDS},
+        "limits": limits(collectives),
+    }
+    machine = str(groups[0]["hardware"]["name"])
+    return CostModel(
+        name or machine,
+        "measured",
+        machine,
+        trained.mean,
+        collective_part.model,
+        card,
+        trained.ensemble,
+        trained.uncertainty,
+    )
+

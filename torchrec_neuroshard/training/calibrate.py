@@ -1,0 +1,68 @@
+"""Calibration: from another machine's cost model and some minutes of records to a model of this machine."""
+
+from __future__ import annotations
+
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+
+from torchrec_neuroshard.costs.group_model import GroupCostModel
+from torchrec_neuroshard.costs.model import CostModel, CostModelError, shipped_models
+from torchrec_neuroshard.training.dataset import GroupData, group_data
+from torchrec_neuroshard.training.evaluate import predict_groups
+from torchrec_neuroshard.training.train_groups import TrainingConfig, fit_prior
+
+_STEPS = 600  # of the optimizer, whatever the number of records
+_BATCH = 64
+_EPOCHS = (20, 150)
+
+
+def calibration_config(records: int, nets: int, seed: int = 0) -> TrainingConfig:
+    """Hyper-parameters for fine-tuning on few records: small steps, few of them.
+
+    Args:
+        records: number of group records.
+        nets: networks of the model that training starts from.
+        seed: seeds the order of batches.
+    """
+    epochs = int(np.clip(_STEPS * _BATCH / max(records, 1), *_EPOCHS))
+    return TrainingConfig(nets, epochs, _BATCH, learning_rate=1e-3, weight_decay=0.0, seed=seed)
+
+
+def nearest_model(records: Sequence[dict[str, Any]], device: str) -> CostModel:
+    """The shipped model of a kind of device that fits some records best once its prior is refitted to them.
+
+    Args:
+        records: group records of the machine to calibrate for.
+        device: "cpu" or "cuda".
+
+    Raises:
+        CostModelError: no model of such a device is shipped.
+    """
+    data = group_data(records)
+    models = [CostModel.load(name) for name in shipped_models()]
+    fitting = {
+        model.name: model
+        for model in models
+        if model.card["hardware"]["device"] == device and model.ensemble is not None
+    }
+    if not fitting:
+        raise CostModelError(f"no cost model of a {device} device is shipped; `pretrain` one, or give --base")
+    ensembles = {name: model.ensemble for name, model in fitting.items() if model.ensemble is not None}
+    return fitting[nearest_groups(ensembles, data)]
+
+
+def nearest_groups(models: Mapping[str, GroupCostModel], data: GroupData) -> str:
+    """Name of the model that fits some groups best once its prior is refitted to them.
+
+    Args:
+        models: at least one, by name.
+        data: measured groups of the machine to calibrate for.
+    """
+    return min(models, key=lambda name: misfit(models[name], data))
+
+
+def misfit(model: GroupCostModel, data: GroupData) -> float:
+    """Median absolute log error of forward and backward with the prior refitted to the groups, the nets as they are."""
+    refitted = GroupCostModel(fit_prior(data, model), model.nets)
+    return float(np.median(np.abs(np.log(predict_groups(refitted, data) / data.measured_ms))))
