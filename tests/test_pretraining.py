@@ -79,7 +79,7 @@ def test_reference_times_tell_the_drift_of_single_records() -> None:
     speed = ReferenceSpeed.fit(error, data)
     assert speed is not None
     found = drift(error, data, speed)
-    assert np.abs(found - found.min() - true[:, None]).mean() < 0.03
+    assert np.abs(found - np.median(found[true == 0], axis=0) - true[:, None]).mean() < 0.03
     again = ReferenceSpeed.from_json(speed.to_json())
     np.testing.assert_allclose(again.log_slowness(data.reference_ms), speed.log_slowness(data.reference_ms))
     without = group_data(drifting_record(index) for index in range(50))

@@ -12,7 +12,7 @@ import torch
 from torchrec_neuroshard.cli.errors import CliError
 from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.measure.store import RecordError
-from torchrec_neuroshard.training.build import build_cost_model
+from torchrec_neuroshard.training.build import build_cost_model, check_trainable
 from torchrec_neuroshard.training.collective_data import load_collectives
 from torchrec_neuroshard.training.dataset import load_groups
 from torchrec_neuroshard.training.train_groups import TrainingConfig
@@ -24,8 +24,9 @@ def run(options: argparse.Namespace) -> int:
     groups, collectives = load(options.records, "--records")
     others, _ = load(options.other_machines, "--other-machines")
     config = TrainingConfig(nets=options.nets, epochs=options.epochs, seed=options.seed)
-    prepare_folder(options.out)  # before minutes of training, not after
     try:
+        check_trainable(groups, collectives)
+        prepare_folder(options.out)  # before minutes of training, not after
         model = build_cost_model(groups, collectives, config, options.name, others, log=say)
     except ValueError as error:
         raise CliError(f"{', '.join(map(str, options.records))}: {error}") from error

@@ -21,6 +21,8 @@ from torchrec_neuroshard.costs.group_net import (
 )
 from torchrec_neuroshard.costs.prior import GroupPrior
 
+_CHUNK = 512  # groups priced at a time: what a chunk needs stays in the core's own cache
+
 
 class GroupCostModel:
     """Predicts forward and backward of fused groups.
@@ -57,6 +59,8 @@ class GroupCostModel:
 
         A group without shards costs nothing.
         """
+        if len(z) > _CHUNK:
+            return np.concatenate([self.predict(z[first : first + _CHUNK]) for first in range(0, len(z), _CHUNK)])
         common = z[:, :COMMON_DIM]
         if not self._heads:
             return np.where(has_shards(common), prior_ms(common), 0.0)
@@ -93,9 +97,8 @@ class _Head:
         with torch.no_grad():
             weight = first.weight.double() / net.head_scale.double()
             bias = first.bias.double() - weight @ net.head_mean.double()
-            # float64, because a narrow input has a large weight and a large bias that cancel.
-            self._first = np.ascontiguousarray(weight.T.numpy())
-            self._first_bias = bias.numpy()
+            self._first = np.ascontiguousarray(weight.T.float().numpy())
+            self._first_bias = bias.float().numpy()
             self._layers = [
                 (np.ascontiguousarray(layer.weight.T.numpy()), layer.bias.numpy().copy()) for layer in (second, last)
             ]
@@ -103,7 +106,7 @@ class _Head:
 
     def residual(self, inputs: NDArray[np.float64]) -> NDArray[np.float64]:
         """[groups, 2] clamped log ratio of measured to additive cost, from [groups, head inputs]."""
-        hidden = _silu((inputs @ self._first + self._first_bias).astype(np.float32))
+        hidden = _silu(inputs.astype(np.float32) @ self._first + self._first_bias)
         (second, second_bias), (last, last_bias) = self._layers
         ratio = _silu(hidden @ second + second_bias) @ last + last_bias
         return np.minimum(np.maximum(ratio, self._low), self._high).astype(np.float64)

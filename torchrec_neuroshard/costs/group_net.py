@@ -30,13 +30,15 @@ EMBEDDING_DIM = WEIGHTED_DIM + PLAIN_DIM
 NET_DIM = PASSES + EMBEDDING_DIM  # of z, for each net: corrected ms, weighted embedding, plain embedding
 
 # Layout of z: ms of each work term, forward and backward | launch ms, forward and backward | total work | shards
-# | for each net: corrected ms of forward and backward, weighted embedding, plain embedding
+# | ms of all work terms, forward and backward | for each net: corrected ms of forward and backward, weighted
+# embedding, plain embedding
 _WORK = len(WORK_TERMS)
 _TERM_MS = slice(0, 2 * _WORK)
 _LAUNCH = slice(2 * _WORK, 2 * _WORK + 2)
 _TOTAL_WORK = slice(2 * _WORK + 2, 3 * _WORK + 2)
 _COUNT = slice(3 * _WORK + 2, 3 * _WORK + 3)
-COMMON_DIM = 3 * _WORK + 3
+_SHARD_MS = slice(3 * _WORK + 3, 3 * _WORK + 3 + PASSES)
+COMMON_DIM = 3 * _WORK + 3 + PASSES
 
 _HEAD_INPUT = PASSES + 3 + 2 * _WORK + _WORK + EMBEDDING_DIM
 _LEAST_MS = 1e-9  # so that logarithms and shares of groups without work are finite
@@ -128,15 +130,20 @@ class GroupNet(nn.Module):
 
 def common_contributions(prior: GroupPrior, shards: ShardFeatures) -> NDArray[np.float64]:
     """The part of each shard's contribution that needs no network, [shards, COMMON_DIM]."""
-    term_ms = prior.term_ms(shards.work, shards.regime).transpose(0, 2, 1).reshape(len(shards.work), 2 * _WORK)
-    count = np.ones((len(shards.work), 1))
-    return np.concatenate([term_ms, prior.launch_ms(shards.regime), shards.work, count], axis=1)
+    terms = prior.term_ms(shards.work, shards.regime).transpose(0, 2, 1)
+    parts = [
+        terms.reshape(len(shards.work), 2 * _WORK),
+        prior.launch_ms(shards.regime),
+        shards.work,
+        np.ones((len(shards.work), 1)),
+        terms.sum(axis=2),
+    ]
+    return np.concatenate(parts, axis=1)
 
 
 def prior_ms(common: NDArray[np.float64]) -> NDArray[np.float64]:
     """Prior forward and backward ms, [groups, 2], from sums of :func:`common_contributions`."""
-    terms = common[:, _TERM_MS].reshape(len(common), PASSES, _WORK).sum(axis=2)
-    return terms + common[:, _LAUNCH] / np.maximum(common[:, _COUNT], 1.0)
+    return common[:, _SHARD_MS] + common[:, _LAUNCH] / np.maximum(common[:, _COUNT], 1.0)
 
 
 def has_shards(common: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -146,12 +153,12 @@ def has_shards(common: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 def shard_ms(common: torch.Tensor) -> torch.Tensor:
     """Prior forward and backward ms without the launch, [..., 2]."""
-    return common[..., _TERM_MS].unflatten(-1, (PASSES, _WORK)).sum(dim=-1)
+    return common[..., _SHARD_MS]
 
 
 def shard_weights(common: torch.Tensor) -> torch.Tensor:
     """Weight of each shard in its group's weighted embedding: its prior cost without the launch, [..., 1]."""
-    return common[..., _TERM_MS].sum(dim=-1, keepdim=True)
+    return common[..., _SHARD_MS].sum(dim=-1, keepdim=True)
 
 
 def head_input(xp: ModuleType, common: Any, own: Any) -> tuple[Any, Any]:
@@ -168,16 +175,17 @@ def head_input(xp: ModuleType, common: Any, own: Any) -> tuple[Any, Any]:
     """
     count = common[:, _COUNT].clip(1.0)
     launch = common[:, _LAUNCH] / count
+    shards = common[:, _SHARD_MS]
+    prior = (launch + shards).clip(_LEAST_MS)
     terms = common[:, _TERM_MS].reshape(len(common), PASSES, _WORK)
-    prior = launch + terms.sum(2)
     additive = xp.log((launch + own[:, :PASSES]).clip(_LEAST_MS))
     inputs = [
-        xp.log(prior.clip(_LEAST_MS)),
+        xp.log(prior),
         xp.log(count),
-        (terms / prior.clip(_LEAST_MS)[:, :, None]).reshape(len(common), 2 * _WORK),
+        (terms / prior[:, :, None]).reshape(len(common), 2 * _WORK),
         xp.log(common[:, _TOTAL_WORK] + 1.0),
         additive,
-        own[:, PASSES : PASSES + WEIGHTED_DIM] / (prior - launch).sum(1)[:, None].clip(_LEAST_MS),
+        own[:, PASSES : PASSES + WEIGHTED_DIM] / shards.sum(1)[:, None].clip(_LEAST_MS),
         own[:, PASSES + WEIGHTED_DIM :] / count,
     ]
     return additive, xp.concatenate(inputs, 1)

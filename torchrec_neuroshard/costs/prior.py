@@ -17,7 +17,10 @@ from torchrec_neuroshard.costs.features import REGIMES, WORK_TERMS
 
 _MINIMUM_RECORDS = 60  # of one code path, below which the fit to all records serves it
 _MINIMUM_CALIBRATED = 3  # likewise where another machine's prior says what to expect
-_BASE_RECORDS = 5.0
+# Weights of another machine's coefficients, of which the one is taken that predicts records best that are left out:
+# machines of one kind need a strong pull, others a weak one.
+_PULLS = (20.0, 5.0, 1.0, 0.2)
+_FOLDS = 5
 _ANY = "any"  # code paths that have no coefficients of their own
 
 
@@ -43,7 +46,11 @@ class Coefficients:
 
     @classmethod
     def fit(
-        cls, work: NDArray[np.float64], measured_ms: NDArray[np.float64], base: Coefficients | None = None
+        cls,
+        work: NDArray[np.float64],
+        measured_ms: NDArray[np.float64],
+        base: Coefficients | None = None,
+        pull: float = 1.0,
     ) -> Coefficients:
         """Minimises squared relative error.
 
@@ -51,7 +58,9 @@ class Coefficients:
             work: [groups, len(WORK_TERMS)] total work of each group.
             measured_ms: [groups, 2] measured forward and backward.
             base: another machine's coefficients. With them every coefficient is pulled towards its counterpart, all
-                scaled to this machine's speed, as hard as by :data:`_BASE_RECORDS` records.
+                scaled to this machine's speed.
+            pull: how hard: as by so many records in which nothing else costs anything. A record of many terms says
+                less about each of them, so 1 is much to a few records.
         """
         from scipy.optimize import nnls
 
@@ -66,11 +75,10 @@ class Coefficients:
                 expected = np.concatenate([base.launch_ms[index : index + 1], base.terms[:, index]])
                 expected = expected * np.median(measured / (design @ expected))
                 least_launch = min(least_launch, 0.5 * float(expected[0]))  # few records may all be of heavy groups
-                pull = np.sqrt(_BASE_RECORDS)
                 # A term that cost nothing there is pulled to nothing, by what a typical group has of it.
                 typical = np.where(expected > 0, 1.0 / np.maximum(expected, 1e-300), np.median(rows, axis=0))
-                rows = np.vstack([rows, pull * np.diag(typical)])
-                target = np.concatenate([target, pull * (expected > 0)])
+                rows = np.vstack([rows, np.sqrt(pull) * np.diag(typical)])
+                target = np.concatenate([target, np.sqrt(pull) * (expected > 0)])
             scale[scale == 0] = 1.0
             solution, _ = nnls(rows / scale, target)
             solution = solution / scale
@@ -169,6 +177,31 @@ class GroupPrior:
     def _calibrated(
         cls, work: NDArray[np.float64], regime: NDArray[np.int64], measured_ms: NDArray[np.float64], base: GroupPrior
     ) -> GroupPrior:
+        """Fitted near a base, as near as predicts records best that are left out."""
+        fold = np.arange(len(regime)) % _FOLDS
+
+        def error(pull: float) -> float:
+            """Mean absolute log error of left-out records."""
+            result = 0.0
+            for index in range(_FOLDS):
+                kept, left = fold != index, fold == index
+                prior = cls._pulled(work[kept], regime[kept], measured_ms[kept], base, pull)
+                result += float(np.abs(np.log(prior.predict(work[left], regime[left]) / measured_ms[left])).sum())
+            return result
+
+        pull = min(_PULLS, key=error) if len(regime) >= _FOLDS else _PULLS[0]
+        return cls._pulled(work, regime, measured_ms, base, pull)
+
+    @classmethod
+    def _pulled(
+        cls,
+        work: NDArray[np.float64],
+        regime: NDArray[np.int64],
+        measured_ms: NDArray[np.float64],
+        base: GroupPrior,
+        pull: float,
+    ) -> GroupPrior:
+        """Fitted near a base; code paths of hardly any records have its proportions."""
         if not len(measured_ms):
             return base
         overall = np.median(measured_ms / base.predict(work, regime), axis=0)
@@ -177,7 +210,7 @@ class GroupPrior:
             members = regime == index
             start = base.paths.get(REGIMES[index], base.paths[_ANY])
             if members.sum() >= _MINIMUM_CALIBRATED:
-                paths[REGIMES[index]] = Coefficients.fit(work[members], measured_ms[members], start)
+                paths[REGIMES[index]] = Coefficients.fit(work[members], measured_ms[members], start, pull)
         return cls(paths)
 
     def to_json(self) -> dict[str, Any]:

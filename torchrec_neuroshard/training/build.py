@@ -20,6 +20,23 @@ _KINDS = ("optimizer", "data_type", "weighted", "kernel", "pooling")
 Records = Sequence[dict[str, Any]]
 
 
+def check_trainable(groups: Records, collectives: Records) -> None:
+    """Checks that a model can be trained on some records.
+
+    Args:
+        groups: group records.
+        collectives: collective records.
+
+    Raises:
+        ValueError: there are no groups, or records come from several machines.
+    """
+    machines = Counter(record["hardware"]["name"] for record in (*groups, *collectives))
+    if not groups:
+        raise ValueError("there are no group records")
+    if len(machines) > 1:
+        raise ValueError(f"records must come from one kind of machine, found {dict(machines)}")
+
+
 def build_cost_model(
     groups: Records,
     collectives: Records,
@@ -43,12 +60,8 @@ def build_cost_model(
     Raises:
         ValueError: there are no groups, they come from several machines, or too few are left for a split.
     """
+    check_trainable(groups, collectives)
     kept, beside = undisturbed(groups), undisturbed(others)
-    machines = Counter(record["hardware"]["name"] for record in (*groups, *collectives))
-    if not groups:
-        raise ValueError("there are no group records")
-    if len(machines) > 1:
-        raise ValueError(f"records must come from one kind of machine, found {dict(machines)}")
     trained = train_groups_of(kept, config, beside, start, log)
     collective_part = train_collective_part(collectives, groups[0]["device"], config.seed, log)
     specs = [GroupSpec.from_json(record["spec"]) for record in kept]

@@ -17,6 +17,8 @@ from torchrec_neuroshard.costs.group_net import COMMON_DIM, NET_DIM, GroupNet, c
 from torchrec_neuroshard.costs.prior import GroupPrior
 from torchrec_neuroshard.training.dataset import GroupData, GroupSplit
 
+_NOISE = 0.1  # of nearly all records, in log space: smaller errors count by their square
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
@@ -240,12 +242,12 @@ def _loss(
     residual = net.residual(inputs, offsets.of(offsets.head, tensors.machine[index]) if offsets is not None else None)
     passes = additive + residual
     predicted = torch.cat([passes, torch.logsumexp(passes, dim=1, keepdim=True)], dim=1)
-    errors = smooth_l1(predicted - tensors.log_target[index])
+    errors = smooth_l1(predicted - tensors.log_target[index], _NOISE)
     return (errors * torch.tensor([0.25, 0.25, 0.5])).sum(dim=1).mean() + penalty * (residual**2).mean()
 
 
 def smooth_l1(error: torch.Tensor, beta: float = 0.03) -> torch.Tensor:
-    """Absolute error, quadratic below ``beta`` (about the noise of one record)."""
+    """Absolute error, quadratic below ``beta``."""
     return torch.where(error.abs() < beta, 0.5 * error**2 / beta, error.abs() - 0.5 * beta)
 
 
