@@ -17,12 +17,12 @@ from torchrec_neuroshard.costs.group_model import GroupCostModel
 from torchrec_neuroshard.costs.group_net import GroupNet
 from torchrec_neuroshard.costs.prior import GroupPrior
 from torchrec_neuroshard.measure.specs import GroupSpec
-from torchrec_neuroshard.training.calibrate import calibration_config, nearest_groups
+from torchrec_neuroshard.training.calibrate import as_start, calibration_config, nearest_groups, refitted
 from torchrec_neuroshard.training.dataset import GroupData, GroupSplit, group_data, split_groups
 from torchrec_neuroshard.training.drift import evened
 from torchrec_neuroshard.training.evaluate import accuracy_of, predict_groups
 from torchrec_neuroshard.training.pretrain import without_drift
-from torchrec_neuroshard.training.train_groups import TrainingConfig, fit_prior, train_group_model
+from torchrec_neuroshard.training.train_groups import TrainingConfig, train_group_model
 
 MISSING_PART, NEW_MACHINE = "missing part", "new machine"  # the experiments
 BASE, REFITTED, CALIBRATED = "base as it is", "prior refitted", "calibrated"  # the methods
@@ -232,9 +232,9 @@ class Transfer:
             return train_group_model(split, scratch_config(records, nets, seed), self._quiet), ""
         base, machine = self._base(row["experiment"], row["base"], split)
         if method == REFITTED:
-            base = GroupCostModel(fit_prior(split.train, base), base.nets)
+            base = refitted(base, split.train)
         if method == CALIBRATED:
-            base = train_group_model(split, calibration_config(records, nets, seed), self._quiet, start=base)
+            base = train_group_model(split, calibration_config(records, nets, seed), self._quiet, start=as_start(base))
         return base, machine
 
     def _base(self, experiment: str, kind: str, split: GroupSplit) -> tuple[GroupCostModel, str]:

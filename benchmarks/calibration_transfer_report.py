@@ -146,6 +146,7 @@ def write_plot(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
 
 def _draw(axes: Axes, rows: Sequence[Row], experiment: str, base: str, subset: str) -> None:
     curves = {CALIBRATED: _of(rows, CALIBRATED, experiment, base), SCRATCH: _of(rows, SCRATCH)}
+    axes.set_xscale("log")  # which puts ticks of its own, so before ours
     for (label, members), colour in zip(curves.items(), ("tab:blue", "tab:red")):
         sizes = sorted({row["records"] for row in members})
         of_sizes = [[_percent(row, subset) for row in members if row["records"] == size] for size in sizes]
@@ -157,7 +158,6 @@ def _draw(axes: Axes, rows: Sequence[Row], experiment: str, base: str, subset: s
     for row in _of(rows, FULL):
         axes.axhline(_percent(row, subset), color="black", label=FULL)
         axes.axhline(GOAL * _percent(row, subset), color="black", linestyle=":", label=f"goal, {GOAL} times that")
-    axes.set_xscale("log")
     axes.set_xticks([], minor=True)
     axes.set_ylim(bottom=0.0)
     axes.set(xlabel="records of the machine", ylabel="median absolute error in %")

@@ -18,7 +18,7 @@ from benchmarks.calibration_transfer_methods import key_of
 from tests.test_training import made_up_record
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.cli.calibrate import RECORDS_FILE
-from torchrec_neuroshard.costs.features import REGIMES, WORK_TERMS
+from torchrec_neuroshard.costs.features import FEATURES, REGIMES, WORK_TERMS
 from torchrec_neuroshard.costs.group_model import GroupCostModel
 from torchrec_neuroshard.costs.model import CostModel, CostModelError
 from torchrec_neuroshard.costs.prior import Coefficients, GroupPrior
@@ -26,11 +26,17 @@ from torchrec_neuroshard.measure.hardware import hardware_fingerprint
 from torchrec_neuroshard.measure.specs import GroupSpec
 from torchrec_neuroshard.measure.store import MeasurementStore
 from torchrec_neuroshard.training import calibrate, pretrain
-from torchrec_neuroshard.training.calibrate import calibration_config, misfit, nearest_groups
-from torchrec_neuroshard.training.dataset import GroupSplit, group_data, split_groups
+from torchrec_neuroshard.training.calibrate import as_start, calibration_config, misfit, nearest_groups, refitted
+from torchrec_neuroshard.training.dataset import GroupData, GroupSplit, group_data, split_groups
 from torchrec_neuroshard.training.distil import distilled
-from torchrec_neuroshard.training.evaluate import group_accuracy
-from torchrec_neuroshard.training.train_groups import TrainingConfig, train_group_model
+from torchrec_neuroshard.training.evaluate import group_accuracy, predict_groups
+from torchrec_neuroshard.training.train_groups import (
+    TrainingConfig,
+    TrainingTensors,
+    log_predictions,
+    train_group_model,
+    widen_range,
+)
 
 SGD, ADAGRAD = REGIMES.index("fused/sum/sgd/fp32"), REGIMES.index("fused/sum/rowwise_adagrad/fp32")
 
@@ -137,7 +143,11 @@ def test_many_records_overrule_the_base(known_prior: GroupPrior) -> None:
 
 def few_records(records: int) -> GroupSplit:
     """Some training and validation groups of the slow machine, and many held-out ones."""
-    data = group_data(slow_record(index) for index in range(1000, 1600))
+    return few_of(group_data(slow_record(index) for index in range(1000, 1600)), records)
+
+
+def few_of(data: GroupData, records: int) -> GroupSplit:
+    """The split of some training and validation groups, and all held-out ones."""
     keep = data.held_out.copy()
     keep[np.flatnonzero(~data.held_out)[:records]] = True
     return split_groups(data.subset(keep))
@@ -166,6 +176,33 @@ def test_the_nearest_base_is_the_one_of_like_proportions(base: GroupCostModel) -
     assert nearest_groups({"odd": odd, "base": base}, data) == "base"
     slower = GroupCostModel(GroupPrior({n: p.scaled(np.full(2, 9.0)) for n, p in base.prior.paths.items()}), base.nets)
     assert misfit(slower, data) == pytest.approx(misfit(base, data), rel=0.3)
+
+
+def test_a_refitted_prior_serves_the_nets_as_they_are(base: GroupCostModel) -> None:
+    """Even and slow: what is left is the base's own error."""
+    data = group_data(record(index, "slow", 2.0) for index in range(1000, 1400))
+    found = refitted(base, few_of(data, 40).train)
+    own = group_accuracy(base, group_data(record(index) for index in range(1000, 1400)))["total"]["median_ape"]
+    assert group_accuracy(found, data)["total"]["median_ape"] < own + 0.03
+    assert found.nets == base.nets
+
+
+def test_inputs_that_a_base_has_never_seen_vary_do_not_drown_the_others() -> None:
+    data = group_data(record(index) for index in range(400))
+    fp16, weighted = (data.shards.features[:, FEATURES.index(name)] > 0 for name in ("fp16", "weighted"))
+    odd = np.bincount(data.group, fp16 | weighted, len(data)) > 0
+    known = split_groups(data.subset(~odd))
+    blind = train_group_model(known, TrainingConfig(nets=1, epochs=5), quiet)
+    start = as_start(blind)
+    np.testing.assert_allclose(predict_groups(start, known.test), predict_groups(blind, known.test), rtol=1e-4)
+    tensors = TrainingTensors.of(split_groups(data.subset(odd | data.held_out)).train, blind.prior)
+    largest = []
+    for net in (blind.nets[0], start.nets[0]):
+        widen_range(net, tensors)  # what training from a model begins with
+        with torch.inference_mode():
+            _, inputs = log_predictions(net, tensors, np.arange(len(tensors)))
+            largest.append(float(net.residual(inputs).abs().max()))
+    assert largest[0] > 5.0 and largest[1] < 1.0
 
 
 def test_without_a_shipped_model_of_the_device_a_base_has_to_be_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 from tests.test_training import made_up_record
+from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.costs.features import FEATURES, ShardFeatures, segment_sums
 from torchrec_neuroshard.costs.group_model import GroupCostModel
 from torchrec_neuroshard.costs.uncertainty import Uncertainty
 from torchrec_neuroshard.measure.pool import is_held_out
 from torchrec_neuroshard.measure.reference import REFERENCE_TIMES, ReferenceProbe, reference_json, reference_of
 from torchrec_neuroshard.training.active import active_groups, disagreement
-from torchrec_neuroshard.training.dataset import GroupData, group_data, split_groups
+from torchrec_neuroshard.training.dataset import GroupData, group_data, load_groups, split_groups
 from torchrec_neuroshard.training.distil import distilled
 from torchrec_neuroshard.training.drift import ReferenceSpeed, drift, evened
 from torchrec_neuroshard.training.evaluate import group_spread, predict_groups
@@ -209,3 +211,26 @@ def test_sums_of_contributions_do_not_depend_on_the_batch(data: GroupData, ensem
     together = ensemble.predict(z)
     alone = np.concatenate([ensemble.predict(z[index : index + 1]) for index in range(len(z))])
     np.testing.assert_allclose(together, alone, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--active", "no_such_model"], "--active: no cost model 'no_such_model'"),
+        (["--active", "cpu", "--held-out"], "exclude each other"),
+    ],
+)
+def test_odd_choices_of_groups_are_refused(
+    tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["measure", "compute", "--device", "cpu", "--out", str(tmp_path / "x.jsonl"), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "x.jsonl").exists()
+
+
+def test_measuring_held_out_groups_takes_no_others(tmp_path: Path) -> None:
+    out = tmp_path / "test.jsonl"
+    options = ["--device", "cpu", "--out", str(out), "--held-out", "--limit", "2"]
+    assert main(["measure", "compute", *options]) == 0
+    records = load_groups([out])
+    assert len(records) == 2 and group_data(records).held_out.all()

@@ -17,7 +17,7 @@ from torchrec_neuroshard.measure.collect import Sampled, collect_groups, sampled
 from torchrec_neuroshard.measure.store import MeasurementStore, RecordError
 from torchrec_neuroshard.training.active import active_groups
 from torchrec_neuroshard.training.build import build_cost_model
-from torchrec_neuroshard.training.calibrate import calibration_config, nearest_model
+from torchrec_neuroshard.training.calibrate import as_start, calibration_config, nearest_model
 from torchrec_neuroshard.training.dataset import group_data, split_groups, undisturbed
 
 RECORDS_FILE = "records.jsonl"
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     _require_enough(groups, options)
     config = calibration_config(len(groups), len(base.ensemble.nets), options.seed)
     try:
-        model = build_cost_model(groups, collectives, config, options.name, start=base.ensemble, log=say)
+        model = build_cost_model(groups, collectives, config, options.name, start=as_start(base.ensemble), log=say)
     except ValueError as error:
         raise CliError(f"{options.out / RECORDS_FILE}: {error}") from error
     model.card["calibrated_from"] = {"name": base.name, "hardware": base.hardware}

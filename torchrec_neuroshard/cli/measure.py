@@ -65,8 +65,13 @@ def _compute(options: argparse.Namespace, device: str) -> int:
 def _groups(options: argparse.Namespace) -> Iterator[Sampled]:
     from torchrec_neuroshard.costs.model import CostModel, CostModelError
     from torchrec_neuroshard.measure.collect import sampled_groups
+    from torchrec_neuroshard.measure.pool import is_held_out
     from torchrec_neuroshard.training.active import active_groups
 
+    if options.held_out and options.active is not None:
+        raise CliError("--held-out and --active exclude each other: tests are drawn by chance")
+    if options.held_out:
+        return (group for group in sampled_groups(options.seed) if is_held_out(group.spec))
     if options.active is None:
         return sampled_groups(options.seed)
     try:

@@ -86,6 +86,11 @@ def _add_measure(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="NAME_OR_PATH",
         help="cost model whose nets choose two of three groups: those on which they disagree (compute only)",
     )
+    measure.add_argument(
+        "--held-out",
+        action="store_true",
+        help="only groups of held-out base tables, for a test of a trained model (compute only)",
+    )
     measure.add_argument("--limit", type=_positive_int, metavar="N", help="stop after this many new records")
     measure.add_argument(
         "--world-size", type=_positive_int, default=2, metavar="N", help="ranks of a collective (default: 2)"

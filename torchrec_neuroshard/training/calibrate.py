@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Mapping, Sequence
 
 import numpy as np
+import torch
 
 from torchrec_neuroshard.costs.group_model import GroupCostModel
 from torchrec_neuroshard.costs.model import CostModel, CostModelError, shipped_models
+from torchrec_neuroshard.costs.prior import GroupPrior
 from torchrec_neuroshard.training.dataset import GroupData, group_data
 from torchrec_neuroshard.training.evaluate import predict_groups
-from torchrec_neuroshard.training.train_groups import TrainingConfig, fit_prior
+from torchrec_neuroshard.training.train_groups import TrainingConfig
 
 _STEPS = 600  # of the optimizer, whatever the number of records
 _BATCH = 64
 _EPOCHS = (20, 150)
+_LEAST_SCALE = 1.001e-3  # of an input that varies; train_groups.standardise gives 1e-3 to those that do not
 _FOLDS = 5  # of the groups by which a base is chosen
 
 
@@ -73,6 +77,36 @@ def misfit(model: GroupCostModel, data: GroupData) -> float:
     for index in np.unique(fold):
         left = data.subset(fold == index)
         others = data.subset(fold != index) if len(data) > 1 else data
-        refitted = GroupCostModel(fit_prior(others, model), model.nets)
-        errors.append(np.abs(np.log(predict_groups(refitted, left) / left.measured_ms)))
+        errors.append(np.abs(np.log(predict_groups(refitted(model, others), left) / left.measured_ms)))
     return float(np.median(np.concatenate(errors)))
+
+
+def refitted(model: GroupCostModel, data: GroupData) -> GroupCostModel:
+    """The model with its prior refitted to some groups, the nets as they are.
+
+    The prior is fitted to what it would have to say for the nets, which correct it, to be right. Nets that are
+    trained further undo what they corrected in vain: there, a prior fitted by itself was seen to be as good.
+    """
+    correction = predict_groups(model, data) / predict_groups(GroupCostModel(model.prior), data)
+    prior = GroupPrior.fit(data.work, data.regime, data.measured_ms / correction, model.prior)
+    return GroupCostModel(prior, model.nets)
+
+
+def as_start(model: GroupCostModel) -> GroupCostModel:
+    """The same model, ready to learn of inputs that were constant in its training (say, no group had fp16 weights).
+
+    Such an input is standardised by next to nothing, so that any other value drowns all else, through weights that
+    were never trained. Here it gets a scale of one, and weights of zero. Predictions for groups like those of the
+    training stay the same.
+    """
+    nets = []
+    for net in model.nets:
+        ready = copy.deepcopy(net)
+        for layers, scale in ((ready.embed, ready.feature_scale), (ready.head, ready.head_scale)):
+            first, constant = layers[0], scale <= _LEAST_SCALE
+            assert isinstance(first, torch.nn.Linear)
+            with torch.no_grad():
+                first.weight[:, constant] = 0.0
+            scale[constant] = 1.0
+        nets.append(ready)
+    return GroupCostModel(model.prior, tuple(nets))

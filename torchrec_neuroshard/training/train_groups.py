@@ -17,6 +17,7 @@ from torchrec_neuroshard.costs.group_net import COMMON_DIM, NET_DIM, GroupNet, c
 from torchrec_neuroshard.costs.prior import GroupPrior
 from torchrec_neuroshard.training.dataset import GroupData, GroupSplit
 
+_CONSTANT = 1e-3  # standard deviation below which an input tells nothing
 _NOISE = 0.1  # of nearly all records, in log space: smaller errors count by their square
 
 
@@ -201,7 +202,7 @@ def fit(
     config: TrainingConfig,
     offsets: MachineOffsets | None = None,
 ) -> float:
-    """Trains a network, leaves it at its best epoch on validation groups, and returns the loss there."""
+    """Trains a network and returns its loss on validation groups, at the epoch (or start) where it is least."""
     generator = np.random.default_rng(config.seed)
     parameters = [*net.parameters(), *(offsets.parameters() if offsets is not None else ())]
     optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
@@ -209,7 +210,7 @@ def fit(
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, config.learning_rate, total_steps=config.epochs * steps, pct_start=0.15
     )
-    best, best_error = copy.deepcopy(net.state_dict()), float("inf")
+    best, best_error = copy.deepcopy(net.state_dict()), _validation_error(net, validation)
     for epoch in range(config.epochs):
         net.train()
         for groups in np.array_split(generator.permutation(len(train)), steps):
@@ -220,13 +221,17 @@ def fit(
             optimizer.step()
             schedule.step()
         if epoch % 5 == 4 or epoch == config.epochs - 1:
-            net.eval()
-            with torch.inference_mode():
-                error = float(_loss(net, validation, np.arange(len(validation))))
+            error = _validation_error(net, validation)
             if error < best_error:
                 best, best_error = copy.deepcopy(net.state_dict()), error
     net.load_state_dict(best)
     return best_error
+
+
+def _validation_error(net: GroupNet, validation: TrainingTensors) -> float:
+    net.eval()
+    with torch.inference_mode():
+        return float(_loss(net, validation, np.arange(len(validation))))
 
 
 def _loss(
@@ -255,13 +260,19 @@ def standardise(net: GroupNet, train: TrainingTensors) -> None:
     """Centres and scales a net's inputs by what it is trained on."""
     features = train.features
     net.feature_mean.copy_(features.mean(dim=0))
-    net.feature_scale.copy_(features.std(dim=0).clamp_min(1e-3))
+    net.feature_scale.copy_(_spread(features))
     net.feature_low.copy_(features.amin(dim=0))
     net.feature_high.copy_(features.amax(dim=0))
     with torch.inference_mode():
         _, inputs = log_predictions(net, train, np.arange(len(train)))
         net.head_mean.copy_(inputs.mean(dim=0))
-        net.head_scale.copy_(inputs.std(dim=0).clamp_min(1e-3))
+        net.head_scale.copy_(_spread(inputs))
+
+
+def _spread(inputs: torch.Tensor) -> torch.Tensor:
+    """Standard deviation of each column; 1 for one that never changed, lest its first change be a huge one."""
+    deviation = inputs.std(dim=0)
+    return torch.where(deviation > _CONSTANT, deviation, 1.0)
 
 
 def widen_range(net: GroupNet, train: TrainingTensors) -> None:
