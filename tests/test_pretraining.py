@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,10 @@ def data() -> GroupData:
 
 @pytest.fixture(scope="module")
 def ensemble(data: GroupData) -> GroupCostModel:
-    return train_group_model(split_groups(data), TrainingConfig(nets=3, epochs=4), quiet)
+    """Nets that had something to learn beyond the prior: groups of many shards are slow."""
+    many = np.bincount(data.group) > 8
+    bent = replace(data, measured_ms=data.measured_ms * np.where(many, 1.6, 1.0)[:, None])
+    return train_group_model(split_groups(bent), TrainingConfig(nets=3, epochs=8), quiet)
 
 
 def test_drift_is_found_from_the_errors_of_neighbours() -> None:

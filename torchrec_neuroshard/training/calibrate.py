@@ -95,9 +95,9 @@ def refitted(model: GroupCostModel, data: GroupData) -> GroupCostModel:
 def as_start(model: GroupCostModel) -> GroupCostModel:
     """The same model, ready to learn of inputs that were constant in its training (say, no group had fp16 weights).
 
-    Such an input is standardised by next to nothing, so that any other value drowns all else, through weights that
-    were never trained. Here it gets a scale of one, and weights of zero. Predictions for groups like those of the
-    training stay the same.
+    In models of earlier versions such an input is standardised by next to nothing, so that any other value drowns all
+    else, through weights that were never trained. Here it gets a scale of one, and weights of zero. Predictions for
+    groups like those of the training stay the same.
     """
     nets = []
     for net in model.nets:
