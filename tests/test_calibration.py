@@ -187,6 +187,18 @@ def test_a_refitted_prior_serves_the_nets_as_they_are(base: GroupCostModel) -> N
     assert found.nets == base.nets
 
 
+def test_traces_of_work_that_costs_nothing_at_the_base_get_no_price() -> None:
+    """Floating-point residue in a few records could be had at any price: 1e9 ms a byte was seen."""
+    base = Coefficients.named((0.1, 0.1), {"lookups": (1e-3, 2e-3)})
+    work = np.zeros((4, len(WORK_TERMS)))
+    work[:, WORK_TERMS.index("lookups")] = [100, 2000, 500, 900]
+    work[:, WORK_TERMS.index("bytes_memory")] = [0.0, 2e-11, 0.0, 4.8e-10]
+    measured = np.outer(0.1 + 1e-3 * work[:, WORK_TERMS.index("lookups")], [1.0, 2.0]) * [[1.0], [1.3], [0.8], [1.5]]
+    found = Coefficients.fit(work, measured, base, 0.2)
+    assert not found.terms[WORK_TERMS.index("bytes_memory")].any()
+    np.testing.assert_allclose(found.terms[WORK_TERMS.index("lookups")], [1.2e-3, 2.4e-3], rtol=0.4)
+
+
 def test_inputs_that_a_base_has_never_seen_vary_do_not_drown_the_others() -> None:
     data = group_data(record(index) for index in range(400))
     fp16, weighted = (data.shards.features[:, FEATURES.index(name)] > 0 for name in ("fp16", "weighted"))

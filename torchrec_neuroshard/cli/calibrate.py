@@ -14,13 +14,15 @@ from torchrec_neuroshard.cli.measure import device_of
 from torchrec_neuroshard.cli.pretrain import load, prepare_folder, save, say
 from torchrec_neuroshard.costs.model import CostModel, CostModelError
 from torchrec_neuroshard.measure.collect import Sampled, collect_groups, sampled_groups
+from torchrec_neuroshard.measure.hardware import hardware_fingerprint
 from torchrec_neuroshard.measure.store import MeasurementStore, RecordError
 from torchrec_neuroshard.training.active import active_groups
 from torchrec_neuroshard.training.build import build_cost_model
-from torchrec_neuroshard.training.calibrate import as_start, calibration_config, nearest_model
+from torchrec_neuroshard.training.calibrate import calibration_config, nearest_model
 from torchrec_neuroshard.training.dataset import group_data, split_groups, undisturbed
 
 RECORDS_FILE = "records.jsonl"
+_FEW_TO_JUDGE_BY = 30  # held-out groups
 _FIRST_RECORDS = 30  # by which the base model is chosen
 
 
@@ -30,9 +32,12 @@ def run(options: argparse.Namespace) -> int:
     device = torch.device(device_of(options))
     prepare_folder(options.out)
     given, collectives = load(options.records, "--records")
+    _require_this_machine([*given, *collectives], device)
     base = _base(options) if options.base is not None else None
     if base is None:
         first = _measure(options, device, itertools.islice(sampled_groups(options.seed), _FIRST_RECORDS))
+        if not first and not given:
+            _require_enough([], options)
         try:
             base = nearest_model([*given, *first], device.type)
         except CostModelError as error:
@@ -44,11 +49,12 @@ def run(options: argparse.Namespace) -> int:
     _require_enough(groups, options)
     config = calibration_config(len(groups), len(base.ensemble.nets), options.seed)
     try:
-        model = build_cost_model(groups, collectives, config, options.name, start=as_start(base.ensemble), log=say)
+        model = build_cost_model(groups, collectives, config, options.name, start=base, log=say)
     except ValueError as error:
         raise CliError(f"{options.out / RECORDS_FILE}: {error}") from error
     model.card["calibrated_from"] = {"name": base.name, "hardware": base.hardware}
     save(model, options.out)
+    _say_what_it_gained(model)
     print(f'use it with NeuroShardPlanner(cost_model="{options.out}") or `plan --cost-model {options.out}`')
     return 0
 
@@ -61,6 +67,22 @@ def _base(options: argparse.Namespace) -> CostModel:
     if base.ensemble is None or len(base.ensemble.nets) < 2:
         raise CliError(f"--base {options.base}: a measured model of at least two nets is needed")
     return base
+
+
+def _require_this_machine(records: list[dict[str, Any]], device: torch.device) -> None:
+    here = hardware_fingerprint(device.type)["name"]
+    others = sorted({str(record["hardware"]["name"]) for record in records} - {here})
+    if others:
+        raise CliError(f"--records: taken on {', '.join(others)}, but this machine is {here}")
+
+
+def _say_what_it_gained(model: CostModel) -> None:
+    accuracy = model.card["accuracy"]
+    before, after = (accuracy[name] for name in ("groups_held_out_tables_before_tuning", "groups_held_out_tables"))
+    was, now = (100 * part["total"]["median_ape"] for part in (before, after))
+    print(f"median error on {after['records']} held-out groups: {now:.1f} %; {was:.1f} % with only the prior refitted")
+    if after["records"] < _FEW_TO_JUDGE_BY:
+        say("so few held-out groups tell little; run again with a longer --minutes, which keeps what was measured")
 
 
 def _require_enough(groups: list[dict[str, Any]], options: argparse.Namespace) -> None:

@@ -165,6 +165,7 @@ def _plan(request: Request, options: argparse.Namespace) -> PlanOutput:
     plan = planner.plan(model, workload_model.sharders())
     seconds = time.perf_counter() - begun
     predicted, remark = _predict(request, plan, model, topology, constraints)
+    report = planner.report if isinstance(planner, NeuroShardPlanner) else None
     return PlanOutput(
         planner=options.planner,
         plan_seconds=seconds,
@@ -177,6 +178,7 @@ def _plan(request: Request, options: argparse.Namespace) -> PlanOutput:
         memory_bytes=_memory(planner._best_plan or [], request.machine.world_size),
         predicted_ms=predicted,
         remark=remark,
+        uncertainty=report.uncertainty if report is not None else None,
     )
 
 

@@ -12,6 +12,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.adapters.topology import DetectedMachine
 from torchrec_neuroshard.costs.model import CostModel
+from torchrec_neuroshard.costs.plan_uncertainty import PlanUncertainty
 from torchrec_neuroshard.workload import Workload
 
 _GIB = 1024**3
@@ -34,6 +35,7 @@ class PlanOutput:
         memory_bytes: [ranks] (HBM, DDR) bytes by the planner's estimate.
         predicted_ms: the contract's ``predicted_ms``; None when the cost models do not cover the plan.
         remark: why there is no prediction.
+        uncertainty: how sure the prediction is; None where nobody can say.
     """
 
     planner: str
@@ -47,6 +49,7 @@ class PlanOutput:
     memory_bytes: list[tuple[int, int]]
     predicted_ms: dict[str, Any] | None
     remark: str
+    uncertainty: PlanUncertainty | None = None
 
     def parameters(self) -> dict[str, Any]:
         """Table name -> TorchRec's ``ParameterSharding``, in the workload's order."""
@@ -70,6 +73,7 @@ class PlanOutput:
             "pipeline": self.pipeline,
             "cost_model": {"name": self.cost_model.name, "provenance": self.cost_model.provenance},
             "predicted_ms": self.predicted_ms,
+            "uncertainty": self.uncertainty.to_json() if self.uncertainty is not None else None,
             "memory_bytes_per_rank": [{"hbm": hbm, "ddr": ddr} for hbm, ddr in self.memory_bytes],
             "tables": {
                 name: _table_json(parameter, self.machine.world_size) for name, parameter in self.parameters().items()
@@ -108,6 +112,11 @@ def print_tables(output: PlanOutput) -> None:
     predicted = output.predicted_ms
     total = output.remark if predicted is None else f"predicted {predicted['total']:.3f} ms per iteration"
     console.print(f"{total}; cost model {model}", markup=False)
+    if output.uncertainty is not None:
+        error = 100 * output.uncertainty.expected_error
+        console.print(f"the slowest rank's compute is typically off by {error:.0f} %", markup=False)
+        for sentence in output.uncertainty.sentences():
+            console.print(f"- {sentence}", markup=False)
     console.print(_rank_table(output, content["tables"]))
 
 

@@ -55,7 +55,7 @@ class PlanUncertainty:
         for name, tables in self.outside.items():
             named = ", ".join(tables[:_NAMED]) + (", ..." if len(tables) > _NAMED else "")
             result.append(
-                f"{len(tables)} tables ({named}) lie outside what the cost model was measured on ({_WORDS[name]}): "
+                f"Outside what the cost model was measured on ({_WORDS[name]}): {len(tables)} of the tables ({named}); "
                 "their cost is extrapolated."
             )
         if self.unlike_ranks:

@@ -21,6 +21,7 @@ _MINIMUM_CALIBRATED = 3  # likewise where another machine's prior says what to e
 # machines of one kind need a strong pull, others a weak one.
 _PULLS = (20.0, 5.0, 1.0, 0.2)
 _FOLDS = 5
+_LARGEST_CHANGE = 10.0  # of a coefficient against its counterpart on another machine, both at one speed
 _ANY = "any"  # code paths that have no coefficients of their own
 
 
@@ -75,13 +76,16 @@ class Coefficients:
                 expected = np.concatenate([base.launch_ms[index : index + 1], base.terms[:, index]])
                 expected = expected * np.median(measured / (design @ expected))
                 least_launch = min(least_launch, 0.5 * float(expected[0]))  # few records may all be of heavy groups
-                # A term that cost nothing there is pulled to nothing, by what a typical group has of it.
-                typical = np.where(expected > 0, 1.0 / np.maximum(expected, 1e-300), np.median(rows, axis=0))
+                # What cost nothing there costs nothing here: few records hold traces of rare work, at any price.
+                rows = np.where(expected > 0, rows, 0.0)
+                typical = np.where(expected > 0, 1.0 / np.maximum(expected, 1e-300), 1.0)
                 rows = np.vstack([rows, np.sqrt(pull) * np.diag(typical)])
                 target = np.concatenate([target, np.sqrt(pull) * (expected > 0)])
             scale[scale == 0] = 1.0
             solution, _ = nnls(rows / scale, target)
             solution = solution / scale
+            if base is not None:
+                solution = np.minimum(solution, _LARGEST_CHANGE * expected)
             launch[index] = max(float(solution[0]), least_launch)
             terms[:, index] = solution[1:]
         return cls(launch, terms)

@@ -58,7 +58,11 @@ class Uncertainty:
 
     @classmethod
     def fit(
-        cls, spread: NDArray[np.float64], relative_error: NDArray[np.float64], measured: ShardFeatures
+        cls,
+        spread: NDArray[np.float64],
+        relative_error: NDArray[np.float64],
+        measured: ShardFeatures,
+        all_spread: NDArray[np.float64] | None = None,
     ) -> Uncertainty:
         """Fits the typical error by disagreement (least absolute deviations).
 
@@ -66,13 +70,14 @@ class Uncertainty:
             spread: [groups] disagreement on groups that no net was trained on.
             relative_error: [groups] their absolute relative error.
             measured: all shards that the nets were trained on.
+            all_spread: disagreement on all measured groups; None for ``spread``.
         """
         floor, slope = _median_line(spread, relative_error)
         columns = {name: measured.features[:, FEATURES.index(name)] for name in RANGED}
         return cls(
             floor,
             slope,
-            float(np.percentile(spread, 99)),
+            float(np.percentile(spread if all_spread is None else all_spread, 99)),
             {name: float(column.min()) for name, column in columns.items()},
             {name: float(column.max()) for name, column in columns.items()},
         )

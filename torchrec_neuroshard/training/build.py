@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any, Callable, Sequence
 
-from torchrec_neuroshard.costs.group_model import GroupCostModel
 from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.measure.specs import GroupSpec
-from torchrec_neuroshard.training.collective_part import limits, train_collective_part
+from torchrec_neuroshard.training.calibrate import as_start
+from torchrec_neuroshard.training.collective_part import CollectivePart, limits, train_collective_part
 from torchrec_neuroshard.training.dataset import sampling_of, undisturbed
 from torchrec_neuroshard.training.pretrain import train_groups_of
 from torchrec_neuroshard.training.train_groups import TrainingConfig
@@ -43,7 +43,7 @@ def build_cost_model(
     config: TrainingConfig,
     name: str = "",
     others: Records = (),
-    start: GroupCostModel | None = None,
+    start: CostModel | None = None,
     log: Callable[[str], None] = print,
 ) -> CostModel:
     """Trains on the records of one machine.
@@ -54,7 +54,7 @@ def build_cost_model(
         config: hyper-parameters of the group nets.
         name: name on the card; the machine's when empty.
         others: group records of other machines, trained on beside them.
-        start: model whose nets training starts from.
+        start: measured model that training starts from; its collectives stay where there are no records of any.
         log: called with a line for each step.
 
     Raises:
@@ -62,12 +62,19 @@ def build_cost_model(
     """
     check_trainable(groups, collectives)
     kept, beside = undisturbed(groups), undisturbed(others)
-    trained = train_groups_of(kept, config, beside, start, log)
-    collective_part = train_collective_part(collectives, groups[0]["device"], config.seed, log)
+    trained = train_groups_of(kept, config, beside, as_start(start.ensemble) if start and start.ensemble else None, log)
+    collective_part = train_collective_part(collectives, groups[0].get("device", "cpu"), config.seed, log)
+    if start is not None and collective_part.card.get("collectives_provenance") == "analytic":
+        log(f"collectives stay those of {start.name}, measured on {start.hardware}: there are too few records of any")
+        collective_part = CollectivePart(
+            start.collectives,
+            counts={"collectives": {}},
+            card={"collectives_provenance": f"of {start.name}, measured on {start.hardware}"},
+        )
     specs = [GroupSpec.from_json(record["spec"]) for record in kept]
     card = {
         "hardware": groups[0]["hardware"],
-        "versions": groups[0]["versions"],
+        "versions": groups[0].get("versions", {}),
         "records": {
             "groups": len(kept),
             "groups_dropped_as_disturbed": len(groups) - len(kept),

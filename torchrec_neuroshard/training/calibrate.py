@@ -104,6 +104,8 @@ def as_start(model: GroupCostModel) -> GroupCostModel:
         ready = copy.deepcopy(net)
         for layers, scale in ((ready.embed, ready.feature_scale), (ready.head, ready.head_scale)):
             first, constant = layers[0], scale <= _LEAST_SCALE
+            if scale is ready.feature_scale:
+                constant = constant | (ready.feature_high == ready.feature_low)
             assert isinstance(first, torch.nn.Linear)
             with torch.no_grad():
                 first.weight[:, constant] = 0.0

@@ -16,12 +16,16 @@ from typing import Any, Mapping
 import numpy as np
 from numpy.typing import NDArray
 from scipy.ndimage import median_filter
+from scipy.optimize import nnls
 
 from torchrec_neuroshard.measure.reference import REFERENCE_TIMES
 from torchrec_neuroshard.training.dataset import GroupData
 
-_RIDGE = 10.0  # pull of each reference time's weight to zero, in records whose reference is off by 10 %
+_RIDGE = 10.0  # pull of each reference time's weight to its even share, in records whose reference is off by 10 %
+_FEWEST_FOR_REFERENCE = 200  # records, below which weights of reference times would be fitted to noise
+_LARGEST_SLOWNESS = 0.7  # in log space; what exceeds it is a damaged figure, not a slow machine
 _NEIGHBOURS = 101  # records whose median error is the drift of the one in the middle
+_PAUSE_SECONDS = 600.0
 _MINIMUM = 15  # records below which nothing is said about a machine's speed
 
 
@@ -43,25 +47,32 @@ class ReferenceSpeed:
         Args:
             reference_ms: [groups, reference times] ms, NaN where unknown.
         """
-        return np.nan_to_num(np.log(reference_ms / self.usual_ms) @ self.weights, nan=0.0)
+        slowness = np.log(reference_ms / self.usual_ms).clip(-_LARGEST_SLOWNESS, _LARGEST_SLOWNESS)
+        return np.nan_to_num(slowness @ self.weights, nan=0.0)
 
     @classmethod
     def fit(cls, log_error: NDArray[np.float64], data: GroupData) -> ReferenceSpeed | None:
-        """Least squares over one machine's groups that are not held out; None when too few have reference times.
+        """Least squares over one machine's groups that are not held out, with weights of at least zero.
+
+        None when too few have reference times.
 
         Args:
             log_error: [groups, 2] logarithm of measured over predicted forward and backward.
             data: the groups.
         """
         telling = ~np.isnan(data.reference_ms).any(axis=1) & ~data.held_out
-        if telling.sum() < _MINIMUM:
+        if telling.sum() < _FEWEST_FOR_REFERENCE:
             return None
         usual = np.median(data.reference_ms[telling], axis=0)
-        design, target = np.log(data.reference_ms[telling] / usual), log_error[telling]
-        ridge = _RIDGE * 0.1**2 * np.eye(design.shape[1])
-        target = target - np.median(target, axis=0)
-        weights = np.linalg.solve(design.T @ design + ridge, design.T @ target)
-        return cls(usual, weights.astype(np.float64))
+        slowness = np.log(data.reference_ms[telling] / usual).clip(-_LARGEST_SLOWNESS, _LARGEST_SLOWNESS)
+        target = log_error[telling] - np.median(log_error[telling], axis=0)
+        target = target.clip(-_LARGEST_SLOWNESS, _LARGEST_SLOWNESS)
+        times = slowness.shape[1]
+        ridge = np.sqrt(_RIDGE) * 0.1
+        design = np.vstack([slowness, ridge * np.eye(times)])
+        even_share = np.full(times, ridge / times)
+        weights = [nnls(design, np.concatenate([target[:, half], even_share]))[0] for half in range(2)]
+        return cls(usual, np.column_stack(weights).astype(np.float64))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; :meth:`from_json` reads it back."""
@@ -93,9 +104,7 @@ def drift(log_error: NDArray[np.float64], data: GroupData, speed: ReferenceSpeed
 def _common_to_neighbours(log_error: NDArray[np.float64], data: GroupData) -> NDArray[np.float64]:
     """[groups, 2] running median of the errors of records taken about the same time by the same process."""
     result = np.zeros_like(log_error)
-    for session in np.unique(data.session):
-        members = np.flatnonzero(data.session == session)
-        members = members[np.argsort(data.unix_time[members], kind="stable")]
+    for members in _stretches(data):
         telling = members[~data.held_out[members] & data.by_chance[members]]
         if len(telling) < _MINIMUM:
             continue
@@ -103,6 +112,16 @@ def _common_to_neighbours(log_error: NDArray[np.float64], data: GroupData) -> ND
         for half in range(log_error.shape[1]):
             smooth = median_filter(log_error[telling, half], size=size, mode="nearest")
             result[members, half] = np.interp(data.unix_time[members], data.unix_time[telling], smooth)
+    return result
+
+
+def _stretches(data: GroupData) -> list[NDArray[np.int64]]:
+    """Records of one process, in the order of time, cut where it paused: who knows what happened meanwhile."""
+    result: list[NDArray[np.int64]] = []
+    for session in np.unique(data.session):
+        members = np.flatnonzero(data.session == session)
+        members = members[np.argsort(data.unix_time[members], kind="stable")]
+        result += np.split(members, np.flatnonzero(np.diff(data.unix_time[members]) > _PAUSE_SECONDS) + 1)
     return result
 
 

@@ -33,6 +33,7 @@ class TrainedGroups:
         log_drift: [groups of the machine, 2] drift taken out, see :mod:`.drift`.
         speed: what the machine's reference times say of its speed, by the final ensemble; None without any.
         as_measured: held-out groups with the drift left in.
+        start: what training started from, with its prior refitted to this machine; None for random weights.
     """
 
     mean: GroupCostModel
@@ -42,11 +43,14 @@ class TrainedGroups:
     log_drift: NDArray[np.float64]
     speed: ReferenceSpeed | None
     as_measured: GroupData
+    start: GroupCostModel | None = None
 
     def accuracy(self) -> dict[str, Any]:
         """Held-out errors for the card."""
         test = self.split.test
+        begun = {} if self.start is None else {"groups_held_out_tables_before_tuning": group_accuracy(self.start, test)}
         return {
+            **begun,
             "groups_held_out_tables": group_accuracy(self.mean, test),
             "groups_held_out_tables_drift_left_in": group_accuracy(self.mean, self.as_measured),
             "groups_held_out_tables_ensemble": group_accuracy(self.ensemble, test),
@@ -88,11 +92,13 @@ def train_groups_of(
     ensemble = train_group_model(split, config, log, beside, start)
     mean = distilled(ensemble, split.train, log=log)
     spread = group_spread(ensemble, split.validation)
+    usual_spread = np.concatenate([spread, group_spread(ensemble, split.train)])
     predicted = predict_groups(mean, split.validation).sum(axis=1)
     error = np.abs(predicted / split.validation.measured_ms.sum(axis=1) - 1.0)
-    uncertainty = Uncertainty.fit(spread, error, split.train.shards)
+    uncertainty = Uncertainty.fit(spread, error, split.train.shards, usual_spread)
+    begun = None if start is None else GroupCostModel(fit_prior(split.train, start), start.nets)
     speed = ReferenceSpeed.fit(np.log(data.measured_ms / predict_groups(ensemble, data)), data)
-    return TrainedGroups(mean, ensemble, uncertainty, split, log_drift, speed, split_groups(data).test)
+    return TrainedGroups(mean, ensemble, uncertainty, split, log_drift, speed, split_groups(data).test, begun)
 
 
 def without_drift(

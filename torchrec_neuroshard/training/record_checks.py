@@ -11,6 +11,8 @@ from torchrec_neuroshard.measure.store import RecordError
 
 Record = dict[str, Any]
 
+_PLAUSIBLE_MS = (1e-4, 1e5)  # of a reference time
+
 
 def check_record(path: str | os.PathLike[str], record: Record) -> None:
     """Checks that a record of a group or a collective holds what training and evaluation use.
@@ -27,6 +29,11 @@ def check_record(path: str | os.PathLike[str], record: Record) -> None:
             raise ValueError("id must be a text")
         if not isinstance(record["hardware"]["name"], str):
             raise ValueError("hardware.name must be a text")
+        if not isinstance(record.get("device", "cpu"), str) or not isinstance(record.get("versions", {}), dict):
+            raise ValueError("device must be a text and versions an object")
+        if not isinstance(record.get("pid", 0), int):
+            raise ValueError(f"pid must be a whole number, got {record['pid']!r}")
+        _check_number("unix_time", record.get("unix_time", 0.0))
         _check_number("disturbance", record.get("disturbance", 1.0))
         _CHECKS[record["kind"]](record)
     except KeyError as error:
@@ -55,6 +62,8 @@ def _check_group(record: Record) -> None:
     _check_number("lookups", record["lookups"])
     for name, time in record.get("reference_ms", {}).items():
         _check_positive(f"reference_ms.{name}", time)
+        if not _PLAUSIBLE_MS[0] < time < _PLAUSIBLE_MS[1]:
+            raise ValueError(f"reference_ms.{name} must be between {_PLAUSIBLE_MS} ms, got {time!r}")
 
 
 def _check_collective(record: Record) -> None:
