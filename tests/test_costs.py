@@ -223,7 +223,9 @@ def test_auto_takes_the_model_of_this_processor(
 ) -> None:
     monkeypatch.setattr("torchrec_neuroshard.costs.registry.machine_name", lambda device: machine)
     for _ in range(2):
-        assert resolve_cost_model("auto", "cpu", "generic_cpu").name == expected
+        model = resolve_cost_model("auto", "cpu", "generic_cpu")
+        assert model.name == expected
+        assert (model.collectives.net is None) == (machine != expected)  # measured ones say nothing about another
     warnings = [message for message in caplog.messages if f"No cost model was measured on {machine}" in message]
     assert len(warnings) == (0 if machine == expected else 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 
 from torchrec_neuroshard.costs.hardware import machine_name
 from torchrec_neuroshard.costs.model import CostModel, CostModelError, shipped_models
@@ -48,10 +49,13 @@ def resolve_cost_model(spec: str | os.PathLike[str] | CostModel, device: str, ha
         if "cpu" in names:
             model = CostModel.load("cpu")
             if model.hardware != machine:
+                # Collectives of ranks that shared another machine's cores say nothing about this one's.
+                model = replace(model, collectives=CostModel.analytic("generic_cpu").collectives)
                 _warn_once(
                     machine,
                     f"No cost model was measured on {machine}: plans are made with that of {model.hardware} cores. "
-                    f"Predicted times are off by a factor; which plan is better is told less surely. {_remedy(device)}",
+                    "Predicted times are off by a factor; which plan is better is told less surely. Collectives are "
+                    f"predicted from data-sheet constants. {_remedy(device)}",
                 )
             return model
     _warn_once(

@@ -64,8 +64,13 @@ def build_cost_model(
     kept, beside = undisturbed(groups), undisturbed(others)
     trained = train_groups_of(kept, config, beside, as_start(start.ensemble) if start and start.ensemble else None, log)
     collective_part = train_collective_part(collectives, groups[0].get("device", "cpu"), config.seed, log)
-    if start is not None and collective_part.card.get("collectives_provenance") == "analytic":
-        log(f"collectives stay those of {start.name}, measured on {start.hardware}: there are too few records of any")
+    machine = str(groups[0]["hardware"]["name"])
+    if (
+        start is not None
+        and start.hardware == machine  # ranks that shared another machine's cores say nothing about this one's
+        and collective_part.card.get("collectives_provenance") == "analytic"
+    ):
+        log(f"too few records of collectives: they stay those of {start.name}, measured on this kind of machine")
         collective_part = CollectivePart(
             start.collectives,
             counts={"collectives": {}},
@@ -93,7 +98,6 @@ def build_cost_model(
         "measured_kinds": {kind: dict(Counter(str(getattr(spec, kind)) for spec in specs)) for kind in _KINDS},
         "limits": limits(collectives),
     }
-    machine = str(groups[0]["hardware"]["name"])
     return CostModel(
         name or machine,
         "measured",
