@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from torchrec_neuroshard.cli.errors import CliError
-from torchrec_neuroshard.cli.measure import device_of
+from torchrec_neuroshard.cli.measure import device_of, model_with_ensemble
 from torchrec_neuroshard.cli.pretrain import load, prepare_folder, save, say
 from torchrec_neuroshard.costs.model import CostModel, CostModelError
 from torchrec_neuroshard.measure.collect import Sampled, collect_groups, sampled_groups
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     prepare_folder(options.out)
     given, collectives = load(options.records, "--records")
     _require_this_machine([*given, *collectives], device)
-    base = _base(options) if options.base is not None else None
+    base = model_with_ensemble(options.base, "--base") if options.base is not None else None
     if base is None:
         first = _measure(options, device, itertools.islice(sampled_groups(options.seed), _FIRST_RECORDS))
         if not first and not given:
@@ -57,16 +57,6 @@ def run(options: argparse.Namespace) -> int:
     _say_what_it_gained(model)
     print(f'use it with NeuroShardPlanner(cost_model="{options.out}") or `plan --cost-model {options.out}`')
     return 0
-
-
-def _base(options: argparse.Namespace) -> CostModel:
-    try:
-        base = CostModel.load(options.base)
-    except CostModelError as error:
-        raise CliError(f"--base: {error}") from error
-    if base.ensemble is None or len(base.ensemble.nets) < 2:
-        raise CliError(f"--base {options.base}: a measured model of at least two nets is needed")
-    return base
 
 
 def _require_this_machine(records: list[dict[str, Any]], device: torch.device) -> None:

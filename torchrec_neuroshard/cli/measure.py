@@ -13,6 +13,7 @@ from torchrec_neuroshard.cli.errors import CliError
 from torchrec_neuroshard.measure.store import MeasurementStore, RecordError
 
 if TYPE_CHECKING:
+    from torchrec_neuroshard.costs.model import CostModel
     from torchrec_neuroshard.measure.collect import Sampled
 
 
@@ -63,7 +64,6 @@ def _compute(options: argparse.Namespace, device: str) -> int:
 
 
 def _groups(options: argparse.Namespace) -> Iterator[Sampled]:
-    from torchrec_neuroshard.costs.model import CostModel, CostModelError
     from torchrec_neuroshard.measure.collect import sampled_groups
     from torchrec_neuroshard.measure.pool import is_held_out
     from torchrec_neuroshard.training.active import active_groups
@@ -74,13 +74,26 @@ def _groups(options: argparse.Namespace) -> Iterator[Sampled]:
         return (group for group in sampled_groups(options.seed) if is_held_out(group.spec))
     if options.active is None:
         return sampled_groups(options.seed)
-    try:
-        ensemble = CostModel.load(options.active).ensemble
-    except CostModelError as error:
-        raise CliError(f"--active: {error}") from error
-    if ensemble is None or len(ensemble.nets) < 2:
-        raise CliError(f"--active {options.active}: a model of at least two nets is needed, so that they can disagree")
+    ensemble = model_with_ensemble(options.active, "--active").ensemble
+    assert ensemble is not None
     return active_groups(ensemble, options.seed)
+
+
+def model_with_ensemble(name: str, option: str) -> CostModel:
+    """Loads a cost model whose nets can disagree.
+
+    Raises:
+        CliError: it does not exist, or has fewer than two nets; the message names the option.
+    """
+    from torchrec_neuroshard.costs.model import CostModel, CostModelError
+
+    try:
+        model = CostModel.load(name)
+    except CostModelError as error:
+        raise CliError(f"{option}: {error}") from error
+    if model.ensemble is None or len(model.ensemble.nets) < 2:
+        raise CliError(f"{option} {name}: a measured model of at least two nets is needed")
+    return model
 
 
 def _collectives(options: argparse.Namespace, device: str) -> int:

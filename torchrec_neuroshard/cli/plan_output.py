@@ -113,8 +113,7 @@ def print_tables(output: PlanOutput) -> None:
     total = output.remark if predicted is None else f"predicted {predicted['total']:.3f} ms per iteration"
     console.print(f"{total}; cost model {model}", markup=False)
     if output.uncertainty is not None:
-        error = 100 * output.uncertainty.expected_error
-        console.print(f"the slowest rank's compute is typically off by {error:.0f} %", markup=False)
+        console.print(output.uncertainty.summary(), markup=False)
         for sentence in output.uncertainty.sentences():
             console.print(f"- {sentence}", markup=False)
     console.print(_rank_table(output, content["tables"]))

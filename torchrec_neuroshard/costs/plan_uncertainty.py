@@ -49,6 +49,10 @@ class PlanUncertainty:
             "tables_outside_measured_range": {name: list(tables) for name, tables in self.outside.items()},
         }
 
+    def summary(self) -> str:
+        """The expected error, in words."""
+        return f"The slowest rank's compute is typically off by {100 * self.expected_error:.0f} %."
+
     def sentences(self) -> list[str]:
         """What the user should know beyond the figures."""
         result = []

@@ -126,8 +126,7 @@ class PlanReport:
             markup=False,
         )
         if self.uncertainty is not None:
-            error = 100 * self.uncertainty.expected_error
-            console.print(f"The slowest rank's compute is typically off by {error:.0f} %.", markup=False)
+            console.print(self.uncertainty.summary(), markup=False)
         for note in self.notes:
             console.print(f"- {note}", markup=False)
         output = console.file

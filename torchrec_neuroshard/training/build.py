@@ -54,7 +54,8 @@ def build_cost_model(
         config: hyper-parameters of the group nets.
         name: name on the card; the machine's when empty.
         others: group records of other machines, trained on beside them.
-        start: measured model that training starts from; its collectives stay where there are no records of any.
+        start: measured model that training starts from; its collectives stay where there are too few records of any,
+            if it describes the same kind of machine.
         log: called with a line for each step.
 
     Raises:

@@ -18,7 +18,7 @@ from torchrec_neuroshard.training.train_groups import TrainingConfig
 _STEPS = 600  # of the optimizer, whatever the number of records
 _BATCH = 64
 _EPOCHS = (20, 150)
-_LEAST_SCALE = 1.001e-3  # of an input that varies; train_groups.standardise gives 1e-3 to those that do not
+_LEAST_SCALE = 1.001e-3  # of an input that varies; earlier versions gave 1e-3 to those that do not
 _FOLDS = 5  # of the groups by which a base is chosen
 
 

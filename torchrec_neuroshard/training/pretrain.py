@@ -96,7 +96,7 @@ def train_groups_of(
     predicted = predict_groups(mean, split.validation).sum(axis=1)
     error = np.abs(predicted / split.validation.measured_ms.sum(axis=1) - 1.0)
     uncertainty = Uncertainty.fit(spread, error, split.train.shards, usual_spread)
-    begun = None if start is None else GroupCostModel(fit_prior(split.train, start), start.nets)
+    begun = None if start is None else GroupCostModel(ensemble.prior, start.nets)
     speed = ReferenceSpeed.fit(np.log(data.measured_ms / predict_groups(ensemble, data)), data)
     return TrainedGroups(mean, ensemble, uncertainty, split, log_drift, speed, split_groups(data).test, begun)
 
