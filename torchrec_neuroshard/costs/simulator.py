@@ -63,8 +63,8 @@ class PlanCost:
 
     @property
     def bottleneck_rank(self) -> int:
-        """The rank with the most compute."""
-        return int(np.argmax(self.compute_ms))
+        """The rank with the most compute and communication."""
+        return int(np.argmax(self.compute_ms + self.forward_comms_ms + self.backward_comms_ms))
 
     def to_json(self) -> dict[str, Any]:
         """The ``predicted_ms`` object of the command line's contract."""
@@ -130,12 +130,16 @@ class PlanSimulator:
     """
 
     def __init__(self, problem: ShardingProblem, model: CostModel) -> None:
-        self.problem = problem
         self.model = model
         cluster = problem.cluster
         self._collectives = model.collectives.on_links(cluster.intra_host_gbps, cluster.inter_host_gbps)
+        self._start(problem, model.groups.z_dim)
+
+    def _start(self, problem: ShardingProblem, z_dim: int) -> None:
+        """Sets up without any kinds."""
+        self.problem = problem
         self._kinds: dict[tuple[int, int], int] = {}
-        self.z = np.zeros((0, model.groups.z_dim))  # [kinds, z_dim]
+        self.z = np.zeros((0, z_dim))  # [kinds, z_dim]
         self.memory = np.zeros((0, 2))  # [kinds, 2] bytes of HBM and DDR
         self.columns = np.zeros(0)  # [kinds] output columns: width x features
         self.ids = np.zeros(0)  # [kinds] ids per sample
@@ -149,10 +153,30 @@ class PlanSimulator:
             self._register(fresh)
         return np.asarray([self._kinds[pair] for pair in shards], dtype=np.int64)
 
+    @property
+    def passes_apart(self) -> bool:
+        """Whether ranks wait for each other after the forward and after the backward pass, not once for both."""
+        return self.problem.cluster.pipeline is Pipeline.NONE
+
+    @property
+    def additive(self) -> bool:
+        """Whether a rank costs the sum of its shards alone."""
+        return False
+
+    def judge(self) -> PlanSimulator | None:
+        """A slower and more accurate simulator of the same problem, where the model has one."""
+        if self.model.ensemble is None:
+            return None
+        return PlanSimulator(self.problem, self.model.by_ensemble())
+
+    def _contributions(self, pairs: list[tuple[int, int]]) -> NDArray[np.float64]:
+        """[pairs, z_dim] what shards, given as (table, width), add to the sum of their group."""
+        return self.model.groups.contributions(kind_features(self.problem, pairs))
+
     def _register(self, pairs: list[tuple[int, int]]) -> None:
         for pair in pairs:
             self._kinds[pair] = len(self._kinds)
-        z = self.model.groups.contributions(kind_features(self.problem, pairs))
+        z = self._contributions(pairs)
         tables = [self.problem.tables[t] for t, _ in pairs]
         self.z = np.concatenate([self.z, z])
         self.memory = np.concatenate([self.memory, [self.problem.shard_memory(*pair) for pair in pairs]])
@@ -160,7 +184,7 @@ class PlanSimulator:
             [self.columns, [float(width * table.num_features) for table, (_, width) in zip(tables, pairs)]]
         )
         self.ids = np.concatenate([self.ids, [table.pooling_factor for table in tables]])
-        self.alone_ms = np.concatenate([self.alone_ms, self.model.groups.predict(z)])
+        self.alone_ms = np.concatenate([self.alone_ms, self.group_ms(z)])
 
     def group_ms(self, z: NDArray[np.float64]) -> NDArray[np.float64]:
         """Forward and backward ms, [..., 2], of fused groups with sums ``z`` [..., z_dim]."""
@@ -169,7 +193,7 @@ class PlanSimulator:
 
     def compute_objective(self, rank_ms: NDArray[np.float64]) -> NDArray[np.float64]:
         """[...] the compute part of an iteration from [..., ranks, 2] forward and backward ms."""
-        if self.problem.cluster.pipeline is Pipeline.NONE:
+        if self.passes_apart:
             return rank_ms.max(axis=-2).sum(axis=-1)
         return rank_ms.sum(axis=-1).max(axis=-1)
 

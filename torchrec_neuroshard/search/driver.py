@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrec_neuroshard.costs.model import CostModel
+from torchrec_neuroshard.costs.additive_simulator import Objective, simulate
 from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.problem import Placement, ShardingProblem
 from torchrec_neuroshard.search.beam import Scored, beam_search
@@ -22,10 +22,10 @@ _FINALISTS = 16
 _KICKS_PER_SHARD = 6  # few shards have few placements
 
 
-def find_placement(problem: ShardingProblem, model: CostModel, config: SearchConfig | None = None) -> SearchResult:
+def find_placement(problem: ShardingProblem, objective: Objective, config: SearchConfig | None = None) -> SearchResult:
     """Searches for the placement with the least predicted iteration time that fits in memory.
 
-    Deterministic: the same problem, model and configuration give the same placement, unless a timeout cuts
+    Deterministic: the same problem, objective and configuration give the same placement, unless a timeout cuts
     the search short.
 
     Raises:
@@ -41,7 +41,7 @@ def find_placement(problem: ShardingProblem, model: CostModel, config: SearchCon
     def out_of_time() -> bool:
         return config.timeout_seconds is not None and elapsed() > config.timeout_seconds
 
-    simulator = PlanSimulator(problem, model)
+    simulator = simulate(problem, objective)
 
     def note(step: str, total_ms: float, shards: int) -> None:
         log.append({"step": step, "seconds": round(elapsed(), 4), "predicted_ms": round(total_ms, 4), "shards": shards})
@@ -90,8 +90,8 @@ def _choose(simulator: PlanSimulator, finalists: list[Placement]) -> Placement:
     costs = np.asarray([simulator.cost(placement).total_ms for placement in finalists])
     close = np.flatnonzero(costs <= costs.min() * _NEARLY_AS_GOOD)
     close = close[np.argsort(costs[close], kind="stable")][:_FINALISTS]
-    if simulator.model.ensemble is not None and len(close) > 1:
-        judge = PlanSimulator(simulator.problem, simulator.model.by_ensemble())
+    judge = simulator.judge() if len(close) > 1 else None
+    if judge is not None:
         close = close[np.argsort([judge.cost(finalists[index]).total_ms for index in close], kind="stable")]
     return finalists[close[0]]
 

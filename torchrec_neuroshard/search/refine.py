@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from torchrec_neuroshard.costs.features import segment_sums
 from torchrec_neuroshard.costs.simulator import PlanSimulator
-from torchrec_neuroshard.problem import Pipeline, Placement, Shard
+from torchrec_neuroshard.problem import Placement, Shard
 from torchrec_neuroshard.search.changes import Changes, ShardArrays, merges, moves, splits, swaps
 
 _TOLERANCE = 2e-4  # relative gain below which a change is not worth taking
@@ -65,7 +65,7 @@ class _State:
 
     def slowest_ranks(self) -> list[int]:
         """The ranks that decide the objective: one, or two when forward and backward are waited for apart."""
-        if self.simulator.problem.cluster.pipeline is Pipeline.NONE:
+        if self.simulator.passes_apart:
             return sorted({int(self.rank_ms[:, 0].argmax()), int(self.rank_ms[:, 1].argmax())})
         return [int(self.load.argmax())]
 
@@ -159,7 +159,7 @@ def _ranked(state: _State, changes: Changes) -> NDArray[np.int64]:
     np.maximum.at(worst, effects.owner, effects.rank_ms.sum(axis=1))
     np.maximum.at(before, effects.owner, state.load[effects.rank])
     # Where passes are waited for apart, a rank's sum may rise while the slower pass falls.
-    margin = 1.05 if state.simulator.problem.cluster.pipeline is Pipeline.NONE else 1.0
+    margin = 1.05 if state.simulator.passes_apart else 1.0
     chosen = np.flatnonzero(effects.fits & (worst < before * margin))
     chosen = chosen[np.argsort(worst[chosen], kind="stable")][:_FINALISTS]
     if not chosen.size:

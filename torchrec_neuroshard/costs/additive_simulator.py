@@ -1,0 +1,119 @@
+"""Plans under costs that add up: an iteration costs the slowest rank's sum over its shards.
+
+TorchRec's own planner rates plans like this (``NoopPerfModel``), with communication counted to the shard. A search
+under such costs needs no model of ours, and a lower bound of them can be proved
+(:mod:`torchrec_neuroshard.search.lower_bound`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Iterable, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrec_neuroshard.costs.model import CostModel
+from torchrec_neuroshard.costs.simulator import PlanCost, PlanSimulator, ShardCost
+from torchrec_neuroshard.problem import Placement, ShardingProblem
+
+PARTS = ("forward", "backward", "forward_comms", "backward_comms")
+
+
+class ShardCosts(Protocol):
+    """Costs of single shards."""
+
+    def __call__(self, shards: list[tuple[int, int]]) -> NDArray[np.float64]:
+        """Returns [shards, PARTS] ms of shards given as (table, width)."""
+        ...
+
+
+@dataclass(frozen=True)
+class AdditiveObjective:
+    """What a search takes instead of a cost model where the costs of shards add up.
+
+    Attributes:
+        name: of the costs.
+        shard_costs: ms of each shard.
+        provenance: where they come from, as on a cost model.
+        hardware: what they describe.
+    """
+
+    name: str
+    shard_costs: ShardCosts
+    provenance: str = "analytic"
+    hardware: str = "unknown"
+
+    def to_json(self) -> dict[str, Any]:
+        """Name, provenance and hardware."""
+        return {"name": self.name, "provenance": self.provenance, "hardware": self.hardware}
+
+
+class AdditiveSimulator(PlanSimulator):
+    """Predicts plans of one problem by adding up shards' costs; the collectives are part of those."""
+
+    def __init__(self, problem: ShardingProblem, objective: AdditiveObjective) -> None:
+        self.objective = objective
+        self._start(problem, len(PARTS))
+
+    @property
+    def passes_apart(self) -> bool:
+        """Never: a rank's parts are added up before ranks are compared."""
+        return False
+
+    @property
+    def additive(self) -> bool:
+        """Costs add up."""
+        return True
+
+    def judge(self) -> None:
+        """There is no better judge."""
+
+    def _contributions(self, pairs: list[tuple[int, int]]) -> NDArray[np.float64]:
+        return self.objective.shard_costs(pairs)
+
+    def group_ms(self, z: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[..., 2] forward and backward ms, communication included, of sums ``z`` [..., PARTS]."""
+        return z[..., :2] + z[..., 2:]
+
+    def comms_ms(self, columns: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[plans, 2] zeros."""
+        return np.zeros((len(columns), 2))
+
+    def input_dist_ms(self, ids: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[plans] zeros."""
+        return np.zeros(len(ids))
+
+    def cost(self, placement: Placement) -> PlanCost:
+        """The placement's cost, with a breakdown by rank."""
+        parts = self.group_sums(placement).z.sum(axis=1)
+        forward, backward, forward_comms, backward_comms = parts.T.copy()
+        total = float(parts.sum(axis=1).max(initial=0.0))
+        pipeline = self.problem.cluster.pipeline
+        return PlanCost(total, forward, backward, forward_comms, backward_comms, np.zeros(len(parts)), pipeline)
+
+    def shard_cost(self, table: int, width: int) -> ShardCost:
+        """The parts of one shard."""
+        forward, backward, forward_comms, backward_comms = self.z[self.kinds([(table, width)])[0]].tolist()
+        return ShardCost(forward, backward, forward_comms, backward_comms, input_dist_ms=0.0)
+
+
+Objective = CostModel | AdditiveObjective
+
+
+def simulate(problem: ShardingProblem, objective: Objective) -> PlanSimulator:
+    """The simulator of a problem under a cost model or additive costs."""
+    if isinstance(objective, AdditiveObjective):
+        return AdditiveSimulator(problem, objective)
+    return PlanSimulator(problem, objective)
+
+
+def single_shard_costs(problem: ShardingProblem, model: CostModel) -> AdditiveObjective:
+    """A cost model's compute of each shard alone on a rank, as additive costs: no company effects, no collectives."""
+    simulator = PlanSimulator(problem, model)
+
+    def shard_costs(shards: Iterable[tuple[int, int]]) -> NDArray[np.float64]:
+        alone = simulator.alone_ms[simulator.kinds(shards)]
+        return np.concatenate([alone, np.zeros_like(alone)], axis=1)
+
+    return AdditiveObjective(f"{model.name}, single shards", shard_costs, model.provenance, model.hardware)
