@@ -225,6 +225,30 @@ class ShardingProblem:
             types.append(preferred if preferred in option.sharding_types else other)
         return tuple(types)
 
+    def groups_and_lookups(self, split: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """[tables] indices into :attr:`group_keys` and :attr:`lookup_keys`, given which tables are split."""
+        modules, group, lookup = self._type_indices
+        cut = np.zeros(int(modules.max(initial=-1)) + 1, dtype=bool)
+        cut[modules[split]] = True
+        preferred = cut[modules].astype(np.int64)  # columns are of table-wise and column-wise
+        each = np.arange(len(modules))
+        kind = np.where(group[each, preferred] >= 0, preferred, 1 - preferred)
+        return group[each, kind], lookup[each, kind]
+
+    @cached_property
+    def _type_indices(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """[tables] module, and [tables, 2] group and lookup when table-wise and column-wise; -1 where not allowed."""
+        order = {module: index for index, module in enumerate(dict.fromkeys(table.module for table in self.tables))}
+        modules = np.asarray([order[table.module] for table in self.tables], dtype=np.int64)
+        group = np.full((len(self.tables), 2), -1, dtype=np.int64)
+        lookup = np.full_like(group, -1)
+        for table in range(len(self.tables)):
+            for column, kind in enumerate((TABLE_WISE, COLUMN_WISE)):
+                if kind in self._types(table):
+                    group[table, column] = self.group_of(table, kind)
+                    lookup[table, column] = self.lookup_of(table, kind)
+        return modules, group, lookup
+
     @cached_property
     def group_keys(self) -> tuple[tuple[str, ...], ...]:
         """Distinct keys of fused groups, (module, sharding type, data type, weighted, optimizer), in a fixed order."""

@@ -39,6 +39,7 @@ _MARGIN = 0.1  # of the range of an input seen in training; beyond it inputs are
 _LEAST_BYTES = 1024.0
 _IGNORED = 1e30  # scale of an input that never changes
 
+_CHUNK = 1 << 15  # ranks of calls priced at a time, which bounds memory
 
 class CollectiveNet(nn.Module):
     """Networks whose residuals are averaged, evaluated together.
@@ -260,7 +261,24 @@ class CollectiveModel:
             backward: direction.
             local_world_size: ranks per host.
         """
-        return self._together(ALL_TO_ALL, batch_size_per_rank, dims, local_world_size, backward)
+        return self.all_to_alls(batch_size_per_rank, dims, np.full(len(dims), backward), local_world_size)
+
+    def all_to_alls(
+        self,
+        batch_size_per_rank: int,
+        dims: NDArray[np.float64],
+        backward: NDArray[np.bool_],
+        local_world_size: int,
+    ) -> NDArray[np.float64]:
+        """:meth:`all_to_all` of calls in both directions, ``backward`` being [calls]."""
+        result = np.zeros(len(dims))
+        owned = np.flatnonzero(dims.any(axis=1))
+        chunk = max(1, _CHUNK // dims.shape[1])
+        for calls in (owned[first : first + chunk] for first in range(0, owned.size, chunk)):
+            batch = np.full(calls.size, float(batch_size_per_rank))
+            traffic = Traffic.pooled(batch, dims[calls], local_world_size).where(backward[calls])
+            result[calls] = self.predict(Calls.together(ALL_TO_ALL, backward[calls], traffic)).slowest
+        return result
 
     def reduce_scatter(
         self, batch_size_per_rank: int, columns: NDArray[np.float64], world_size: int, local_world_size: int
@@ -295,18 +313,8 @@ class CollectiveModel:
         self, kind: int, batch_size: int, columns: NDArray[np.float64], world_size: int, local_world_size: int
     ) -> NDArray[np.float64]:
         dims = np.repeat(np.asarray(columns, dtype=np.float64)[:, None], world_size, axis=1)
-        return self._together(kind, batch_size, dims, local_world_size)
-
-    def _together(
-        self, kind: int, batch_size: int, dims: NDArray[np.float64], local_world_size: int, backward: bool = False
-    ) -> NDArray[np.float64]:
-        """[calls] ms until the last rank is done, all ranks starting together; 0 where there is nothing to move."""
         kinds, batch = np.full(len(dims), kind), np.full(len(dims), float(batch_size))
-        direction = np.full(len(dims), backward)
-        if kind == ALL_TO_ALL:  # a search asks for these alone, very often
-            traffic = Traffic.pooled(batch, dims, local_world_size)
-            traffic = traffic.reversed() if backward else traffic
-        else:
-            traffic = Traffic.of(kinds, batch, dims, direction, local_world_size, self.prior.backend)
-        times = self.predict(Calls.together(kind, backward, traffic)).slowest
+        direction = np.full(len(dims), False)
+        traffic = Traffic.of(kinds, batch, dims, direction, local_world_size, self.prior.backend)
+        times = self.predict(Calls.together(kind, direction, traffic)).slowest
         return np.where(dims.sum(axis=1) > 0, times, 0.0)

@@ -190,12 +190,12 @@ class Calls:
         return replace(self, link_ms_per_byte=known)
 
     @classmethod
-    def together(cls, kind: int, backward: bool, traffic: Traffic) -> Calls:
-        """Calls of one kind that all ranks enter together, over the model's own link."""
+    def together(cls, kind: int, backward: NDArray[np.bool_], traffic: Traffic) -> Calls:
+        """Calls of one kind, in [calls] directions, that all ranks enter together, over the model's own link."""
         calls, ranks = traffic.sent_local.shape
         return cls(
             np.full(calls, kind),
-            np.full(calls, backward),
+            backward,
             traffic,
             np.zeros((calls, ranks)),
             np.full(calls, np.nan),

@@ -203,14 +203,12 @@ class PlanSimulator:
         Args:
             columns: [plans, lookups, ranks] output columns that each rank owns in each lookup.
         """
-        batch, local = self.problem.batch_size, self.problem.cluster.local_world_size
-        result = np.zeros((len(columns), 2))
-        for lookup in range(columns.shape[1]):
-            for direction in (0, 1):
-                result[:, direction] += self._collectives.all_to_all(
-                    batch, columns[:, lookup], bool(direction), local
-                )
-        return result
+        plans, lookups, ranks = columns.shape
+        calls = np.repeat(columns.reshape(plans * lookups, ranks), 2, axis=0)  # forward and backward of each
+        backward = np.tile([False, True], plans * lookups)
+        local = self.problem.cluster.local_world_size
+        ms = self._collectives.all_to_alls(self.problem.batch_size, calls, backward, local)
+        return ms.reshape(plans, lookups, 2).sum(axis=1)
 
     def input_dist_ms(self, ids: NDArray[np.float64]) -> NDArray[np.float64]:
         """[plans] ms of the input all-to-alls, by the collective prior.
@@ -218,14 +216,15 @@ class PlanSimulator:
         Args:
             ids: [plans, lookups, ranks] ids per sample that each rank looks up.
         """
-        batch = np.full(len(ids), float(self.problem.batch_size))
-        total = np.zeros(len(ids))
-        for lookup in range(ids.shape[1]):
-            traffic = Traffic.pooled(
-                batch, ids[:, lookup] * _FLOATS_PER_ID, self.problem.cluster.local_world_size
-            ).reversed()
-            total += np.where(ids[:, lookup].sum(axis=1) > 0, self._collectives.prior.all_to_all(traffic), 0.0)
-        return total
+        plans, lookups, ranks = ids.shape
+        result = np.zeros(plans * lookups)
+        used = np.flatnonzero(ids.reshape(-1, ranks).any(axis=1))
+        if used.size:
+            batch = np.full(used.size, float(self.problem.batch_size))
+            floats = ids.reshape(-1, ranks)[used] * _FLOATS_PER_ID
+            traffic = Traffic.pooled(batch, floats, self.problem.cluster.local_world_size).reversed()
+            result[used] = self._collectives.prior.all_to_all(traffic)
+        return result.reshape(plans, lookups).sum(axis=1)
 
     def total_ms(
         self, rank_ms: NDArray[np.float64], comms_ms: NDArray[np.float64], input_dist_ms: NDArray[np.float64]
@@ -237,12 +236,17 @@ class PlanSimulator:
             comms_ms: [plans, 2] forward and backward collectives.
             input_dist_ms: [plans] input collectives.
         """
-        compute = self.compute_objective(rank_ms)
+        return self.joined_ms(self.compute_objective(rank_ms), comms_ms.sum(axis=1), input_dist_ms)
+
+    def joined_ms(
+        self, compute_ms: NDArray[np.float64], comms_ms: NDArray[np.float64], input_dist_ms: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """[plans] time of the sparse part from [plans] times of the slowest rank's compute and of the collectives."""
         if self.problem.cluster.pipeline is Pipeline.NONE:
             exposed = input_dist_ms
         else:  # the next batch's ids travel while this batch computes
-            exposed = np.maximum(0.0, input_dist_ms - compute)
-        return compute + comms_ms.sum(axis=1) + exposed
+            exposed = np.maximum(0.0, input_dist_ms - compute_ms)
+        return compute_ms + comms_ms + exposed
 
     def group_sums(self, placement: Placement) -> PlacementSums:
         """Sums over the shards of each group and lookup, in an order that does not depend on how a plan was found."""

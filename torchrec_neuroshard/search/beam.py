@@ -17,6 +17,8 @@ from torchrec_neuroshard.search.greedy import GreedyPlacement, place_candidates
 from torchrec_neuroshard.search.splits import Splits, split_table
 
 SHARES = (0.5, 0.75)  # of the columns that the first piece keeps
+_SHARDS_PER_LEVEL = 12_000  # placed while a level is scored
+_FEWEST = 2
 _WORTHWHILE = 1e-3  # relative gain of a level below which it counts as none
 
 
@@ -64,7 +66,7 @@ def beam_search(
             break
         proposals: list[Splits] = []
         for candidate in beam[: config.beam_width]:
-            for splits in propose(simulator, candidate, config):
+            for splits in propose(simulator, candidate, config)[: _affordable(candidate.splits, config)]:
                 if splits not in seen:
                     seen.add(splits)
                     proposals.append(splits)
@@ -76,6 +78,11 @@ def beam_search(
         stale = 0 if _gained(best_before, kept[0]) else stale + 1
         on_level(level, kept[0])
     return kept
+
+
+def _affordable(splits: Splits, config: SearchConfig) -> int:
+    """Proposals of one candidate that a level may score: of very many shards only a few, the costliest first."""
+    return max(_FEWEST, _SHARDS_PER_LEVEL // (config.beam_width * sum(map(len, splits))))
 
 
 def _gained(before: Scored, after: Scored) -> bool:

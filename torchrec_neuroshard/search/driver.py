@@ -16,6 +16,7 @@ from torchrec_neuroshard.search.feasibility import feasible_placement, placement
 from torchrec_neuroshard.search.kicks import kick_and_refine
 from torchrec_neuroshard.search.refine import refine
 from torchrec_neuroshard.search.splits import Splits, whole_tables
+from torchrec_neuroshard.search.targets import target_splits
 
 _NEARLY_AS_GOOD = 1.02  # times the least predicted cost: finalists
 _FINALISTS = 16
@@ -56,7 +57,9 @@ def find_placement(problem: ShardingProblem, objective: Objective, config: Searc
         if np.isfinite(scored.total_ms):  # else no candidate of the level fits in memory
             note(f"beam level {level}", scored.total_ms, sum(map(len, scored.splits)))
 
-    starts: list[Splits] = list(dict.fromkeys([whole_tables(problem), _splits_of(problem, best)]))
+    starts = list(
+        dict.fromkeys([whole_tables(problem), _splits_of(problem, best), *target_splits(simulator)])
+    )
     found: list[Placement] = [best]
     for scored in beam_search(simulator, starts, config, out_of_time, on_level):
         if np.isfinite(scored.total_ms):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.search.config import SearchConfig
-from torchrec_neuroshard.search.splits import Splits, shards_of
+from torchrec_neuroshard.search.splits import Splits
 
 _SPREAD_NORM = 8
 _STATE_BYTES = 96 << 20  # candidates are placed in chunks whose group sums stay below this
@@ -63,7 +63,7 @@ def place_candidates(
 ) -> list[GreedyPlacement]:
     """Places every candidate; results are in the order given."""
     problem = simulator.problem
-    prepared = [_prepare(simulator, splits) for splits in candidates]
+    prepared = _prepare(simulator, candidates)
     per_candidate = 8 * config.grid * problem.cluster.world_size * len(problem.group_keys) * simulator.z.shape[1]
     chunk = max(1, _STATE_BYTES // max(per_candidate, 1))
     results: list[GreedyPlacement] = []
@@ -72,18 +72,24 @@ def place_candidates(
     return results
 
 
-def _prepare(simulator: PlanSimulator, splits: Splits) -> _Candidate:
+def _prepare(simulator: PlanSimulator, candidates: Sequence[Splits]) -> list[_Candidate]:
+    """Arranges the shards of every candidate; candidates share most tables' cuts, which are looked up once."""
     problem = simulator.problem
-    shards = list(shards_of(splits))
-    kinds = simulator.kinds((table, width) for table, _, width in shards)
-    types = problem.sharding_types([len(widths) > 1 for widths in splits])
-    alone = simulator.alone_ms[kinds].sum(axis=1)
-    order = np.asarray(sorted(range(len(shards)), key=lambda i: (-alone[i], i)), dtype=np.int64)
-    groups = np.asarray([problem.group_of(table, types[table]) for table, _, _ in shards], dtype=np.int64)
-    lookups = np.asarray([problem.lookup_of(table, types[table]) for table, _, _ in shards], dtype=np.int64)
-    numbers = {t: number for number, t in enumerate(t for t, widths in enumerate(splits) if len(widths) > 1)}
-    siblings = np.asarray([numbers.get(table, -1) for table, _, _ in shards], dtype=np.int64)
-    return _Candidate(order, kinds[order], groups[order], lookups[order], siblings[order])
+    cuts = list(dict.fromkeys((table, widths) for splits in candidates for table, widths in enumerate(splits)))
+    kinds = iter(simulator.kinds((table, width) for table, widths in cuts for width in widths).tolist())
+    kinds_of = {(table, widths): [next(kinds) for _ in widths] for table, widths in cuts}
+    alone = simulator.alone_ms.sum(axis=1)
+    result = []
+    for splits in candidates:
+        kind = np.asarray([k for cut in enumerate(splits) for k in kinds_of[cut]], dtype=np.int64)
+        pieces = np.asarray([len(widths) for widths in splits], dtype=np.int64)
+        split = pieces > 1
+        group_of_table, lookup_of_table = problem.groups_and_lookups(split)
+        number = np.where(split, np.cumsum(split) - 1, -1)
+        order = np.argsort(-alone[kind], kind="stable")
+        table = np.repeat(np.arange(len(splits)), pieces)[order]
+        result.append(_Candidate(order, kind[order], group_of_table[table], lookup_of_table[table], number[table]))
+    return result
 
 
 class _Lineages:
