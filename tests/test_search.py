@@ -26,7 +26,7 @@ from torchrec_neuroshard.problem import (
     check_placement,
 )
 from torchrec_neuroshard.search import SearchConfig, find_placement
-from torchrec_neuroshard.search.beam import Scored, beam_search
+from torchrec_neuroshard.search.beam import Scored, beam_search, score
 from torchrec_neuroshard.search.feasibility import feasible_placement, first_fit_decreasing
 from torchrec_neuroshard.search.greedy import place_candidates
 from torchrec_neuroshard.search.splits import divide, split_table, whole_tables
@@ -200,7 +200,7 @@ def test_beam_keeps_its_best_and_logs_every_level() -> None:
     levels: list[tuple[int, float]] = []
     kept = beam_search(
         PlanSimulator(problem, model),
-        [whole_tables(problem)],
+        score(PlanSimulator(problem, model), [whole_tables(problem)], SearchConfig(levels=4)),
         SearchConfig(levels=4),
         lambda: False,
         lambda level, scored: levels.append((level, scored.total_ms)),

@@ -43,20 +43,23 @@ from torchrec_neuroshard.adapters.errors import (
     to_plain,
 )
 from torchrec_neuroshard.adapters.module_tables import COLUMN_SPLITS, FUSED, ShardableTable, collect_tables
+from torchrec_neuroshard.adapters.plan_estimates import set_estimates
 from torchrec_neuroshard.adapters.sharding_plan import one_shard_per_rank, sharding_options
+from torchrec_neuroshard.adapters.split_search import SplitSearch
 from torchrec_neuroshard.adapters.storage import ShardStorage, reserved_capacity
 from torchrec_neuroshard.adapters.table_stats import TableStats
 from torchrec_neuroshard.adapters.topology import DetectedMachine, planning_cluster
+from torchrec_neuroshard.adapters.torchrec_costs import NAME as TORCHREC_COSTS
+from torchrec_neuroshard.adapters.torchrec_costs import torchrec_objective
+from torchrec_neuroshard.costs.additive_simulator import Objective, simulate
 from torchrec_neuroshard.costs.coverage import unmeasured_kinds
 from torchrec_neuroshard.costs.hardware import HARDWARE
 from torchrec_neuroshard.costs.model import CostModel, shipped_models
 from torchrec_neuroshard.costs.plan_uncertainty import plan_uncertainty
 from torchrec_neuroshard.costs.registry import resolve_cost_model
-from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.problem import Cluster, InfeasibleError, Pipeline, Placement, ShardingProblem
 from torchrec_neuroshard.report.plan_report import PlanReport
-from torchrec_neuroshard.search import SearchConfig, SearchResult, find_placement
-from torchrec_neuroshard.search.refine import refine
+from torchrec_neuroshard.search import SearchConfig
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +73,6 @@ _REMEDIES = {
     "plan_loader": "TorchRec's storage hash cannot tell uneven column splits apart: keep the ShardingPlan itself "
     "(it pickles) and pass it to DistributedModelParallel(plan=...)",
 }
-
-# How long is looked for what narrower splits would save, and from which saving it is worth saying.
-_SHORTEST_LOOK_SECONDS, _LOOK_SHARE = 0.3, 0.25
-_WORTH_SAYING = 0.02
 
 
 class NeuroShardPlanner(EmbeddingPlannerBase):
@@ -91,14 +90,15 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         stats: what prints the plan; None takes TorchRec's ``EmbeddingStats``.
         debug: whether stats print everything.
         callbacks: functions from a plan's sharding options to those to use instead.
-        timeout_seconds: the search returns the best plan so far after this time.
+        timeout_seconds: planning stops improving the plan in time to return it about then.
         plan_loader: not supported, see the error.
-        enumerator: its storage estimators say what shards take, and it estimates the plan that stats print.
+        enumerator: its storage estimators say what shards take, and its performance estimators what they cost with
+            cost_model="torchrec". What stats print is the cost model's prediction.
         proposer: not supported, see the error.
         partitioner: not supported, see the error.
         performance_model: not supported, see the error.
         cost_model: "auto" (the shipped model of the hardware, else the analytic prior), a shipped model's name, a
-            path, or a CostModel.
+            path, a CostModel, or "torchrec": TorchRec's own estimates, rated as its planner rates plans.
         table_stats: measured pooling factors and access distributions; they win over the constraints.
         column_split: "auto" splits columns freely for element-wise optimizers (SGD, Adagrad, Adam), and for
             row-wise ones no narrower than TorchRec would unless nothing else fits; "any" always splits freely;
@@ -263,32 +263,31 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
             self._storage_reservation, topology, self._batch_size, module, sharders, self._constraints
         )
         cluster = planning_cluster(topology, capacity, self._hardware_name(), self._pipeline)
-        cost_model = resolve_cost_model(self._cost_model, cluster.device, cluster.hardware)
-        measured_on = cost_model.card.get("hardware", {}).get("device", cluster.device)
-        if measured_on != cluster.device:
-            self._warn(
-                notes,
-                f"Cost model {cost_model.name!r} describes {measured_on} ranks, but the plan is for {cluster.device}: "
-                "its predictions do not apply. Drop cost_model= for the hardware's own.",
-            )
-        for gap in unmeasured_kinds(cost_model, (entry.table for entry in tables)):
-            self._warn(notes, gap)
         maps = compat.sharder_maps(sharders)
+        objective = self._objective(tables, cluster, maps, notes)
         storage = ShardStorage(tables, self._enumerator, maps, self._batch_size, cluster.device)
-        problem, result = self._find(tables, cluster, storage, cost_model, notes)
-        placement, cost = one_shard_per_rank(problem, result.placement), result.cost
-        if placement is not result.placement:
-            cost = PlanSimulator(problem, cost_model).cost(placement)
+        gathered = perf_counter() - begun
+        search = SplitSearch(
+            tables, cluster, self._batch_size, storage, objective, self._column_split, self._search,
+            lambda: self._seconds_left(begun, gathered),
+        )  # fmt: skip
+        try:
+            problem, result = search.find(lambda message: self._warn(notes, message), notes.append)
+        except InfeasibleError as error:
+            raise insufficient_storage(error, cluster.world_size, self._batch_size) from error
+        placement = one_shard_per_rank(problem, result.placement)
+        simulator = simulate(problem, objective)
+        cost = simulator.cost(placement)
 
         options = sharding_options(tables, placement, self._batch_size)
-        self._estimate(options, storage, maps)
+        set_estimates(options, placement, simulator, cost)
         for callback in self._callbacks:
             options = callback(options)
         if self._callbacks:
             notes.append("Callbacks may have changed the plan; this report is of the plan before them.")
         plan = to_sharding_plan(options, topology)
         self._note_changed_numerics(tables, placement, notes)
-        uncertainty = plan_uncertainty(problem, placement, cost_model)
+        uncertainty = plan_uncertainty(problem, placement, objective) if isinstance(objective, CostModel) else None
         for sentence in uncertainty.sentences() if uncertainty is not None else ():
             self._warn(notes, sentence)
         self._num_proposals, self._num_plans = len(result.log), 1
@@ -301,9 +300,9 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
             memory_bytes=_memory_bytes(problem, placement),
             cost=cost,
             cost_model={
-                "name": cost_model.name,
-                "provenance": cost_model.provenance,
-                "hardware": cost_model.hardware,
+                "name": objective.name,
+                "provenance": objective.provenance,
+                "hardware": objective.hardware,
             },
             compute_kernel=FUSED,
             plan_seconds=perf_counter() - begun,
@@ -315,77 +314,33 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         compat.validate_plan(plan, options, module, sharders, topology)
         return plan
 
-    def _find(
-        self,
-        tables: tuple[ShardableTable, ...],
-        cluster: Cluster,
-        storage: ShardStorage,
-        cost_model: CostModel,
-        notes: list[str],
-    ) -> tuple[ShardingProblem, SearchResult]:
-        """Searches; with column_split="auto", narrower when nothing else fits."""
-        problem = self._problem(tables, cluster, storage, self._column_split)
-        narrower = self._problem(tables, cluster, storage, "any") if self._column_split == "auto" else problem
-        held_back = narrower.options != problem.options
-        try:
-            try:
-                result = find_placement(problem, cost_model, self._search)
-                if held_back:
-                    self._note_narrower_gain(narrower, result, cost_model, notes)
-                return problem, result
-            except InfeasibleError:
-                if not held_back:
-                    raise
-                result = find_placement(narrower, cost_model, self._search)
-        except InfeasibleError as error:
-            raise insufficient_storage(error, cluster.world_size, self._batch_size) from error
-        self._warn(
-            notes,
-            "No plan fits in memory with the widths that column_split='auto' prefers, so columns were split narrower.",
-        )
-        return narrower, result
-
-    def _note_narrower_gain(
-        self, narrower: ShardingProblem, result: SearchResult, cost_model: CostModel, notes: list[str]
-    ) -> None:
-        """Says what column_split="any" would save, by refining the plan found: a lower bound, cheaply."""
-        begun = perf_counter()
-        limit = max(_SHORTEST_LOOK_SECONDS, _LOOK_SHARE * result.seconds)
-        if self._search.timeout_seconds is not None:
-            limit = min(limit, self._search.timeout_seconds - result.seconds)
-        simulator = PlanSimulator(narrower, cost_model)
-        placement = refine(simulator, result.placement, lambda: perf_counter() - begun > limit)
-        gain = 1.0 - simulator.cost(placement).total_ms / result.cost.total_ms
-        if gain >= _WORTH_SAYING:
-            notes.append(
-                f"Narrower column splits would save at least {gain:.0%} of the predicted time; column_split='auto' "
-                "holds back, because with row-wise optimizers they change the numerics. column_split='any' takes them."
+    def _objective(
+        self, tables: tuple[ShardableTable, ...], cluster: Cluster, maps: dict[str, Any], notes: list[str]
+    ) -> Objective:
+        """The costs to minimise, and warnings of what they do not cover."""
+        if self._cost_model == TORCHREC_COSTS:
+            return torchrec_objective(tables, self._enumerator, maps, self._batch_size, cluster.hardware)
+        cost_model = resolve_cost_model(self._cost_model, cluster.device, cluster.hardware)
+        measured_on = cost_model.card.get("hardware", {}).get("device", cluster.device)
+        if measured_on != cluster.device:
+            self._warn(
+                notes,
+                f"Cost model {cost_model.name!r} describes {measured_on} ranks, but the plan is for {cluster.device}: "
+                "its predictions do not apply. Drop cost_model= for the hardware's own.",
             )
+        for gap in unmeasured_kinds(cost_model, (entry.table for entry in tables)):
+            self._warn(notes, gap)
+        return cost_model
 
-    def _problem(
-        self, tables: tuple[ShardableTable, ...], cluster: Cluster, storage: ShardStorage, column_split: str
-    ) -> ShardingProblem:
-        return ShardingProblem(
-            tables=tuple(entry.table for entry in tables),
-            options=tuple(entry.options(column_split) for entry in tables),
-            cluster=cluster,
-            batch_size=self._batch_size,
-            memory=storage,
-        )
+    def _seconds_left(self, begun: float, gathered: float) -> float | None:
+        """Seconds that the search may still take; None without a limit.
 
-    def _estimate(
-        self,
-        options: list[ShardingOption],
-        storage: ShardStorage,
-        maps: dict[str, Any],
-    ) -> None:
-        """Lets TorchRec estimate the chosen options, which its stats table shows."""
-        compat.populate_estimates(self._enumerator, options, maps)
-        for index, option in enumerate(options):
-            for shard in option.shards:
-                if shard.storage is not None:
-                    hbm, ddr = storage.overlooked_state(index, shard.size[1])
-                    shard.storage = compat.add_storage(shard.storage, hbm, ddr)
+        Args:
+            begun: when planning began.
+            gathered: seconds that it took to gather the tables; writing the plan takes about as long.
+        """
+        limit = self._search.timeout_seconds
+        return None if limit is None else limit - (perf_counter() - begun) - gathered
 
     def _log_stats(
         self,

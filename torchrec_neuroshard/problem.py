@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Protocol, Sequence
+from typing import Iterable, Protocol, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,7 +136,10 @@ class TableOptions:
 
 
 class ShardMemory(Protocol):
-    """Bytes of one column shard: weights, optimizer state and buffers."""
+    """Bytes of one column shard: weights, optimizer state and buffers.
+
+    One that is faster for many shards at once has a method ``prefetch`` too, which takes (table, width) pairs.
+    """
 
     def __call__(self, table: int, width: int) -> tuple[float, float]:
         """Returns (HBM bytes, DDR bytes) of a shard of ``width`` columns of table number ``table``."""
@@ -202,6 +205,12 @@ class ShardingProblem:
         if key not in self._memory_cache:
             self._memory_cache[key] = self.memory(table, width)
         return self._memory_cache[key]
+
+    def prefetch_memory(self, shards: Iterable[tuple[int, int]]) -> None:
+        """Tells that the bytes of these shards, given as (table, width), are going to be asked for."""
+        prefetch = getattr(self.memory, "prefetch", None)
+        if prefetch is not None:
+            prefetch(shards)
 
     def splittable(self, table: int) -> bool:
         """Whether the table may be cut into two column shards or more."""

@@ -137,9 +137,9 @@ def make_perf(
     return perf
 
 
-def add_storage(storage: Storage, hbm: int, ddr: int) -> Storage:
-    """Adds bytes to a Storage (which has an ``ssd`` field since 1.6)."""
-    return dataclasses.replace(storage, hbm=storage.hbm + hbm, ddr=storage.ddr + ddr)
+def make_storage(hbm: int, ddr: int) -> Storage:
+    """A Storage in bytes (which has an ``ssd`` field too since 1.6)."""
+    return Storage(hbm=hbm, ddr=ddr)
 
 
 def validate_plan(
@@ -174,7 +174,6 @@ def log_stats(stats: Stats, **arguments: Any) -> None:
 
 __all__ = [
     "PlannerError",
-    "add_storage",
     "default_storage_reservation",
     "error_type",
     "estimators_of",
@@ -183,6 +182,7 @@ __all__ = [
     "link_gbps",
     "log_stats",
     "make_perf",
+    "make_storage",
     "make_topology",
     "populate_estimates",
     "sharder_key",

@@ -10,7 +10,7 @@ from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.adapters.module_tables import FUSED, ShardableTable
-from torchrec_neuroshard.problem import Placement, Shard, ShardingProblem
+from torchrec_neuroshard.problem import COLUMN_WISE, TABLE_WISE, Placement, Shard, ShardingProblem
 
 # Constraints that a plan carries over to the kernels, as TorchRec's enumerator does.
 _CARRIED = (
@@ -53,6 +53,20 @@ def sharding_option(
         is_pooled=True,
         **carried,
     )
+
+
+def option_of_widths(entry: ShardableTable, widths: Sequence[int], batch_size: int) -> ShardingOption:
+    """A table with a shard of each width, to be estimated: TorchRec estimates column shards one by one.
+
+    Args:
+        entry: the table.
+        widths: columns of each shard; they need not add up to the table's.
+        batch_size: samples per rank.
+    """
+    kind = COLUMN_WISE if COLUMN_WISE in entry.sharding_types else TABLE_WISE
+    option = sharding_option(entry, kind, [], batch_size)
+    option.shards = [TorchRecShard(size=[entry.table.num_embeddings, width], offset=[0, 0]) for width in widths]
+    return option
 
 
 def one_shard_per_rank(problem: ShardingProblem, placement: Placement) -> Placement:

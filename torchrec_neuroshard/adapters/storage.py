@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,6 @@ from torchrec.distributed.planner.shard_estimators import _get_optimizer_multipl
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
-    Shard,
-    ShardingOption,
     StorageReservation,
     Topology,
 )
@@ -23,8 +21,7 @@ from torchrec.distributed.types import ModuleSharder
 
 from torchrec_neuroshard.adapters.compat import estimators_of, populate_estimates
 from torchrec_neuroshard.adapters.module_tables import ShardableTable
-from torchrec_neuroshard.adapters.sharding_plan import sharding_option
-from torchrec_neuroshard.problem import COLUMN_WISE, TABLE_WISE
+from torchrec_neuroshard.adapters.sharding_plan import option_of_widths
 
 
 class ShardStorage:
@@ -55,15 +52,36 @@ class ShardStorage:
         self._batch_size = batch_size
         self._on_device = device != "cpu"
         self._estimators = estimators_of(enumerator, EmbeddingStorageEstimator)
-        self._options: dict[int, ShardingOption] = {}
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def __call__(self, table: int, width: int) -> tuple[float, float]:
         """Returns (HBM bytes, DDR bytes) of a shard of ``width`` columns of table number ``table``."""
-        key = (table, width)
-        if key not in self._known:
-            self._known[key] = self._estimate(table, width)
-        return self._known[key]
+        self.prefetch([(table, width)])
+        return self._known[table, width]
+
+    def prefetch(self, shards: Iterable[tuple[int, int]]) -> None:
+        """Estimates shards, given as (table, width), in one go: TorchRec's estimator is slow to call."""
+        widths: dict[int, list[int]] = {}
+        for table, width in dict.fromkeys(shards):
+            if (table, width) not in self._known:
+                widths.setdefault(table, []).append(width)
+        if not widths:
+            return
+        options = [option_of_widths(self._tables[table], wanted, self._batch_size) for table, wanted in widths.items()]
+        if self._estimators:
+            for estimator in self._estimators:
+                estimator.estimate(options, **self._sharder_maps)
+        else:
+            populate_estimates(self._enumerator, options, self._sharder_maps)
+        for table, option in zip(widths, options):
+            for shard in option.shards:
+                if shard.storage is None:
+                    raise ValueError(
+                        f"{type(self._enumerator).__name__} does not estimate storage; "
+                        "give an enumerator with an EmbeddingStorageEstimator"
+                    )
+                hbm, ddr = self.overlooked_state(table, shard.size[1])
+                self._known[table, shard.size[1]] = float(shard.storage.hbm + hbm), float(shard.storage.ddr + ddr)
 
     def overlooked_state(self, table: int, width: int) -> tuple[int, int]:
         """(HBM, DDR) bytes of optimizer state that TorchRec's estimator does not charge for a shard."""
@@ -76,27 +94,6 @@ class ShardStorage:
             charged = math.ceil(rows * width * entry.table.element_bytes * multiplier)
         missing = max(0, entry.optimizer.state_bytes(rows, width) - charged)
         return (missing, 0) if self._on_device else (0, missing)
-
-    def _estimate(self, table: int, width: int) -> tuple[float, float]:
-        entry = self._tables[table]
-        if table not in self._options:
-            kind = COLUMN_WISE if COLUMN_WISE in entry.sharding_types else TABLE_WISE
-            self._options[table] = sharding_option(entry, kind, [], self._batch_size)
-        option = self._options[table]
-        option.shards = [Shard(size=[entry.table.num_embeddings, width], offset=[0, 0])]
-        if self._estimators:
-            for estimator in self._estimators:
-                estimator.estimate([option], **self._sharder_maps)
-        else:
-            populate_estimates(self._enumerator, [option], self._sharder_maps)
-        storage = option.shards[0].storage
-        if storage is None:
-            raise ValueError(
-                f"{type(self._enumerator).__name__} does not estimate storage; "
-                "give an enumerator with an EmbeddingStorageEstimator"
-            )
-        hbm, ddr = self.overlooked_state(table, width)
-        return float(storage.hbm + hbm), float(storage.ddr + ddr)
 
 
 def reserved_capacity(

@@ -53,7 +53,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--cost-model",
         default="auto",
         metavar="NAME_OR_PATH",
-        help="auto (default), a shipped model, analytic/PRESET or a folder",
+        help="auto (default), a shipped model, analytic/PRESET, a folder, or torchrec: its planner's own estimates",
     )
     plan.add_argument("--timeout", type=_positive_float, metavar="S", help="seconds of search at most")
     plan.add_argument("--seed", type=_seed, default=0, metavar="K", help="seed of the search (default: 0)")

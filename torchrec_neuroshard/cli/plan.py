@@ -17,6 +17,7 @@ import numpy as np
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.constants import DDR_CAP
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -30,12 +31,14 @@ from torchrec_neuroshard.adapters import compat, workload_model
 from torchrec_neuroshard.adapters.module_tables import collect_tables
 from torchrec_neuroshard.adapters.plan_placement import UnsimulatedPlanError, simulated_problem
 from torchrec_neuroshard.adapters.topology import DetectedMachine, hardware_spec, planning_cluster
+from torchrec_neuroshard.adapters.torchrec_costs import NAME as TORCHREC_COSTS
+from torchrec_neuroshard.adapters.torchrec_costs import torchrec_objective
 from torchrec_neuroshard.cli.errors import CliError
 from torchrec_neuroshard.cli.plan_output import PlanOutput, print_tables
+from torchrec_neuroshard.costs.additive_simulator import Objective, simulate
 from torchrec_neuroshard.costs.hardware import HARDWARE, detect_hardware
 from torchrec_neuroshard.costs.model import CostModel, CostModelError, shipped_models
 from torchrec_neuroshard.costs.registry import resolve_cost_model
-from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.problem import COLUMN_WISE, TABLE_WISE, Pipeline
 from torchrec_neuroshard.workload import Workload, WorkloadError
@@ -53,14 +56,14 @@ class Request:
         workload: the tables.
         batch_size: samples per rank.
         machine: the ranks, their memory and their hardware.
-        cost_model: predicts the plan, whoever makes it.
+        cost_model: predicts the plan, whoever makes it; "torchrec" for TorchRec's own estimates.
         pipeline: how the training loop overlaps work.
     """
 
     workload: Workload
     batch_size: int
     machine: DetectedMachine
-    cost_model: CostModel
+    cost_model: CostModel | str
     pipeline: Pipeline
 
 
@@ -127,7 +130,9 @@ def read_request(options: argparse.Namespace) -> Request:
         f"{machine.ddr_bytes / _GIB:g} GiB of host memory each; hardware {hardware}; {batch_size} samples per rank",
         file=sys.stderr,
     )
-    cost_model = resolve_cost_model(options.cost_model, options.device, hardware)
+    cost_model = options.cost_model
+    if cost_model != TORCHREC_COSTS:
+        cost_model = resolve_cost_model(cost_model, options.device, hardware)
     return Request(workload, batch_size, machine, cost_model, Pipeline(options.pipeline))
 
 
@@ -173,7 +178,7 @@ def _plan(request: Request, options: argparse.Namespace) -> PlanOutput:
         machine=request.machine,
         batch_size=request.batch_size * request.machine.world_size,
         pipeline=request.pipeline.value,
-        cost_model=request.cost_model,
+        cost_model=_provenance(request.cost_model),
         plan=plan,
         memory_bytes=_memory(planner._best_plan or [], request.machine.world_size),
         predicted_ms=predicted,
@@ -234,7 +239,20 @@ def _predict(
         problem, placement = simulated_problem(plan, tables, cluster, request.batch_size)
     except UnsimulatedPlanError as error:
         return None, f"no prediction: {error}"
-    return PlanSimulator(problem, request.cost_model).cost(placement).to_json(), ""
+    objective: Objective
+    if isinstance(request.cost_model, CostModel):
+        objective = request.cost_model
+    else:
+        enumerator = EmbeddingEnumerator(topology=topology, batch_size=request.batch_size, constraints=free)
+        maps = compat.sharder_maps(workload_model.sharders())
+        objective = torchrec_objective(tables, enumerator, maps, request.batch_size, request.machine.hardware)
+    return simulate(problem, objective).cost(placement).to_json(), ""
+
+
+def _provenance(cost_model: CostModel | str) -> dict[str, str]:
+    if isinstance(cost_model, CostModel):
+        return {"name": cost_model.name, "provenance": cost_model.provenance}
+    return {"name": cost_model, "provenance": "analytic"}
 
 
 def _memory(plan: list[ShardingOption], world_size: int) -> list[tuple[int, int]]:

@@ -11,7 +11,6 @@ from rich.table import Table
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.adapters.topology import DetectedMachine
-from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.costs.plan_uncertainty import PlanUncertainty
 from torchrec_neuroshard.workload import Workload
 
@@ -30,7 +29,7 @@ class PlanOutput:
         machine: the ranks it is for.
         batch_size: samples per iteration over all ranks.
         pipeline: how the training loop overlaps work.
-        cost_model: what the prediction was made with.
+        cost_model: name and provenance of what the prediction was made with.
         plan: TorchRec's plan.
         memory_bytes: [ranks] (HBM, DDR) bytes by the planner's estimate.
         predicted_ms: the contract's ``predicted_ms``; None when the cost models do not cover the plan.
@@ -44,7 +43,7 @@ class PlanOutput:
     machine: DetectedMachine
     batch_size: int
     pipeline: str
-    cost_model: CostModel
+    cost_model: dict[str, str]
     plan: ShardingPlan
     memory_bytes: list[tuple[int, int]]
     predicted_ms: dict[str, Any] | None
@@ -71,7 +70,7 @@ class PlanOutput:
             "hardware": self.machine.hardware,
             "batch_size": self.batch_size,
             "pipeline": self.pipeline,
-            "cost_model": {"name": self.cost_model.name, "provenance": self.cost_model.provenance},
+            "cost_model": dict(self.cost_model),
             "predicted_ms": self.predicted_ms,
             "uncertainty": self.uncertainty.to_json() if self.uncertainty is not None else None,
             "memory_bytes_per_rank": [{"hbm": hbm, "ddr": ddr} for hbm, ddr in self.memory_bytes],
@@ -108,7 +107,7 @@ def print_tables(output: PlanOutput) -> None:
         + ", ".join(f"{count} {kind}" for kind, count in sorted(types.items())),
         markup=False,
     )
-    model = f"{output.cost_model.name} ({output.cost_model.provenance})"
+    model = f"{output.cost_model['name']} ({output.cost_model['provenance']})"
     predicted = output.predicted_ms
     total = output.remark if predicted is None else f"predicted {predicted['total']:.3f} ms per iteration"
     console.print(f"{total}; cost model {model}", markup=False)

@@ -92,6 +92,12 @@ class AdditiveSimulator(PlanSimulator):
         pipeline = self.problem.cluster.pipeline
         return PlanCost(total, forward, backward, forward_comms, backward_comms, np.zeros(len(parts)), pipeline)
 
+    def shares(self, placement: Placement, cost: PlanCost) -> NDArray[np.float64]:
+        """[shards, 5] the parts of each shard; the input collective costs nothing."""
+        shards = sorted(placement.shards, key=lambda s: (s.table, s.offset))
+        parts = self.z[self.kinds((s.table, s.width) for s in shards)]
+        return np.concatenate([parts, np.zeros((len(parts), 1))], axis=1)
+
     def shard_cost(self, table: int, width: int) -> ShardCost:
         """The parts of one shard."""
         forward, backward, forward_comms, backward_comms = self.z[self.kinds([(table, width)])[0]].tolist()

@@ -173,7 +173,8 @@ class CollectivePriors:
 
     def all_to_all(self, traffic: Traffic) -> NDArray[np.float64]:
         """[calls] ms of all-to-alls with this traffic."""
-        return self.predict(Calls.together(ALL_TO_ALL, False, traffic))
+        forward = np.zeros(len(traffic.sent_local), dtype=bool)
+        return self.predict(Calls.together(ALL_TO_ALL, forward, traffic))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object; :meth:`from_json` reads it back."""

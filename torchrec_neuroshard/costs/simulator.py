@@ -176,6 +176,7 @@ class PlanSimulator:
     def _register(self, pairs: list[tuple[int, int]]) -> None:
         for pair in pairs:
             self._kinds[pair] = len(self._kinds)
+        self.problem.prefetch_memory(pairs)
         z = self._contributions(pairs)
         tables = [self.problem.tables[t] for t, _ in pairs]
         self.z = np.concatenate([self.z, z])
@@ -279,6 +280,24 @@ class PlanSimulator:
             np.full(ranks, input_dist[0]),
             problem.cluster.pipeline,
         )
+
+    def shares(self, placement: Placement, cost: PlanCost) -> NDArray[np.float64]:
+        """[shards, 5] ms of each shard, by (table, offset), as parts of what is predicted for its rank.
+
+        Columns are forward, backward, their communication, and the input collective. Compute is shared out by what
+        shards cost alone, collectives by columns and by ids.
+        """
+        shards = sorted(placement.shards, key=lambda s: (s.table, s.offset))
+        kinds = self.kinds((s.table, s.width) for s in shards)
+        rank = np.asarray([s.rank for s in shards], dtype=np.int64)
+        of_rank = np.stack(
+            [cost.forward_ms, cost.backward_ms, cost.forward_comms_ms, cost.backward_comms_ms, cost.input_dist_ms], 1
+        )
+        columns, ids = self.columns[kinds, None], self.ids[kinds, None]
+        amount = np.concatenate([self.alone_ms[kinds], columns, columns, ids], axis=1)
+        total = np.zeros_like(of_rank)
+        np.add.at(total, rank, amount)
+        return amount * (of_rank / np.where(total > 0, total, 1.0))[rank]
 
     def shard_cost(self, table: int, width: int) -> ShardCost:
         """Predicts one shard alone: its TBE alone on a rank, its share of traffic against idle peers."""

@@ -42,7 +42,7 @@ class Scored:
 
 def beam_search(
     simulator: PlanSimulator,
-    starts: list[Splits],
+    starts: list[Scored],
     config: SearchConfig,
     out_of_time: Callable[[], bool],
     on_level: Callable[[int, Scored], None],
@@ -51,13 +51,13 @@ def beam_search(
 
     Args:
         simulator: prices plans.
-        starts: split candidates to start from.
+        starts: scored candidates to start from.
         config: widths and limits.
         out_of_time: asked before each level.
         on_level: told the level and its best candidate so far.
     """
-    seen = set(starts)
-    beam = _score(simulator, starts, config)
+    seen = {start.splits for start in starts}
+    beam = sorted(starts, key=lambda s: s.rating)
     kept = beam[: config.beam_width]
     on_level(0, kept[0])
     stale = 0
@@ -72,7 +72,9 @@ def beam_search(
                     proposals.append(splits)
         if not proposals:
             break
-        beam = _score(simulator, proposals, config)
+        beam = score(simulator, proposals, config, out_of_time)
+        if not beam:
+            break
         best_before = kept[0]
         kept = sorted([*kept, *beam], key=lambda s: s.rating)[: config.beam_width]  # stable: earlier wins ties
         stale = 0 if _gained(best_before, kept[0]) else stale + 1
@@ -111,7 +113,13 @@ def propose(simulator: PlanSimulator, candidate: Scored, config: SearchConfig) -
     return result
 
 
-def _score(simulator: PlanSimulator, candidates: list[Splits], config: SearchConfig) -> list[Scored]:
-    placed = place_candidates(simulator, candidates, config)
+def score(
+    simulator: PlanSimulator,
+    candidates: list[Splits],
+    config: SearchConfig,
+    out_of_time: Callable[[], bool] = lambda: False,
+) -> list[Scored]:
+    """Places each candidate; best first. Those for which there is no time left are left out."""
+    placed = place_candidates(simulator, candidates, config, out_of_time)
     scored = [Scored(splits, placement) for splits, placement in zip(candidates, placed)]
     return sorted(scored, key=lambda s: s.rating)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 
 from torchrec_neuroshard.costs.additive_simulator import Objective, simulate
 from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.problem import Placement, ShardingProblem
-from torchrec_neuroshard.search.beam import Scored, beam_search
+from torchrec_neuroshard.search.beam import Scored, beam_search, score
 from torchrec_neuroshard.search.config import SearchConfig, SearchResult
 from torchrec_neuroshard.search.feasibility import feasible_placement, placement_of
 from torchrec_neuroshard.search.kicks import kick_and_refine
 from torchrec_neuroshard.search.refine import refine
-from torchrec_neuroshard.search.splits import Splits, whole_tables
-from torchrec_neuroshard.search.targets import target_splits
+from torchrec_neuroshard.search.splits import Splits
+from torchrec_neuroshard.search.targets import fitting_splits, target_splits
 
 _NEARLY_AS_GOOD = 1.02  # times the least predicted cost: finalists
 _FINALISTS = 16
+# Shares of a time limit after which splits for a target, and the beam, have had their turn.
+_SHARE_OF_TARGETS, _SHARE_BEFORE_LAST = 0.4, 0.8
 _KICKS_PER_SHARD = 6  # few shards have few placements
 
 
@@ -39,8 +41,10 @@ def find_placement(problem: ShardingProblem, objective: Objective, config: Searc
     def elapsed() -> float:
         return time.perf_counter() - begun
 
-    def out_of_time() -> bool:
-        return config.timeout_seconds is not None and elapsed() > config.timeout_seconds
+    def until(share: float) -> Callable[[], bool]:
+        return lambda: config.timeout_seconds is not None and elapsed() > share * config.timeout_seconds
+
+    out_of_time = until(1.0)
 
     simulator = simulate(problem, objective)
 
@@ -57,27 +61,35 @@ def find_placement(problem: ShardingProblem, objective: Objective, config: Searc
         if np.isfinite(scored.total_ms):  # else no candidate of the level fits in memory
             note(f"beam level {level}", scored.total_ms, sum(map(len, scored.splits)))
 
-    starts = list(
-        dict.fromkeys([whole_tables(problem), _splits_of(problem, best), *target_splits(simulator)])
-    )
-    found: list[Placement] = [best]
-    for scored in beam_search(simulator, starts, config, out_of_time, on_level):
-        if np.isfinite(scored.total_ms):
-            found.append(placement_of(problem, scored.splits, scored.placement.ranks))
     finalists: list[Placement] = []
-    for index, start in enumerate(found):
-        placement = refine(simulator, start, out_of_time) if config.refine and index else start
-        candidate = simulator.cost(placement)
+
+    def consider(step: str, placement: Placement) -> None:
+        """Refines a placement; it becomes the best when it is."""
+        nonlocal best, cost
+        if config.refine and not out_of_time():
+            placement = refine(simulator, placement, out_of_time)
         finalists.append(placement)
+        candidate = simulator.cost(placement)
         if candidate.total_ms < cost.total_ms:
             best, cost = placement, candidate
-        if config.refine and index:
-            note(f"refined {index}", candidate.total_ms, len(placement.shards))
-    if config.refine and len(found) == 1:
-        best = refine(simulator, best, out_of_time)
+        note(step, candidate.total_ms, len(placement.shards))
+
+    base = fitting_splits(problem)
+    starts = list(dict.fromkeys([base, _splits_of(problem, best)]))
+    scored = score(simulator, starts, config)
+    if not out_of_time():
+        targets = [splits for splits in target_splits(simulator, base) if splits not in starts]
+        scored += score(simulator, targets, config, until(_SHARE_OF_TARGETS))
+    scored.sort(key=lambda s: s.rating)
+    consider("refined start", _placed(problem, scored[0]) or best)
+    for index, found in enumerate(beam_search(simulator, scored, config, until(_SHARE_BEFORE_LAST), on_level)):
+        placement = _placed(problem, found)
+        if placement is not None and found is not scored[0] and not out_of_time():
+            consider(f"refined {index + 1}", placement)
     kicks = config.kick_budget // len(best.shards) if config.refine else 0
     kicks = min(kicks, _KICKS_PER_SHARD * len(best.shards))
-    finalists += kick_and_refine(simulator, best, kicks, config.seed, out_of_time)
+    if kicks and not out_of_time():
+        finalists += kick_and_refine(simulator, best, kicks, config.seed, out_of_time)
     best = _choose(simulator, finalists)
     cost = simulator.cost(best)
     note("final", cost.total_ms, len(best.shards))
@@ -97,6 +109,11 @@ def _choose(simulator: PlanSimulator, finalists: list[Placement]) -> Placement:
     if judge is not None:
         close = close[np.argsort([judge.cost(finalists[index]).total_ms for index in close], kind="stable")]
     return finalists[close[0]]
+
+
+def _placed(problem: ShardingProblem, scored: Scored) -> Placement | None:
+    """The greedy placement; None where it does not fit in memory."""
+    return placement_of(problem, scored.splits, scored.placement.ranks) if np.isfinite(scored.total_ms) else None
 
 
 def _splits_of(problem: ShardingProblem, placement: Placement) -> Splits:

@@ -31,6 +31,8 @@ def feasible_placement(problem: ShardingProblem) -> Placement:
     """
     if not problem.tables:
         return Placement((), ())
+    for widths in (lambda t: problem.tables[t].embedding_dim, lambda t: _least_width(problem, t)):
+        problem.prefetch_memory((t, widths(t)) for t in range(len(problem.tables)))
     _check_bounds(problem)
     splits: Splits | None = whole_tables(problem)
     cuts = 1
@@ -168,19 +170,19 @@ def _widest_piece(
     return best
 
 
-def _smallest_memory(problem: ShardingProblem, table: int) -> tuple[float, float]:
-    """Bytes of the narrowest shard that the table may be cut into."""
+def _least_width(problem: ShardingProblem, table: int) -> int:
+    """Columns of the narrowest shard that the table may be cut into."""
     width = problem.tables[table].embedding_dim
     if problem.splittable(table):
         width = min(width, -(-problem.options[table].min_width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
-    return problem.shard_memory(table, width)
+    return width
 
 
 def _check_bounds(problem: ShardingProblem) -> None:
     """Raises where a single table or the total cannot fit, however it is cut."""
     capacity = problem.cluster.capacity
     for index, table in enumerate(problem.tables):
-        least = np.asarray(_smallest_memory(problem, index))
+        least = np.asarray(problem.shard_memory(index, _least_width(problem, index)))
         if not (capacity >= least).all(axis=1).any():
             best = capacity[np.argmax((capacity - least).min(axis=1))]
             raise InfeasibleError(

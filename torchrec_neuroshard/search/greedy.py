@@ -12,7 +12,7 @@ References:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,9 @@ from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.search.config import SearchConfig
 from torchrec_neuroshard.search.splits import Splits
 
+_STEPS_PER_LOOK = 16  # shards placed between two looks at the clock
 _SPREAD_NORM = 8
-_STATE_BYTES = 96 << 20  # candidates are placed in chunks whose group sums stay below this
+_STATE_BYTES = 12 << 20  # candidates are placed in chunks whose group sums stay below this
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,24 @@ def grid_caps(config: SearchConfig) -> NDArray[np.float64]:
 
 
 def place_candidates(
-    simulator: PlanSimulator, candidates: Sequence[Splits], config: SearchConfig
+    simulator: PlanSimulator,
+    candidates: Sequence[Splits],
+    config: SearchConfig,
+    out_of_time: Callable[[], bool] = lambda: False,
 ) -> list[GreedyPlacement]:
-    """Places every candidate; results are in the order given."""
+    """Places candidates; results are in the order given, and fewer when time runs out."""
     problem = simulator.problem
+    if not candidates:
+        return []
     prepared = _prepare(simulator, candidates)
     per_candidate = 8 * config.grid * problem.cluster.world_size * len(problem.group_keys) * simulator.z.shape[1]
     chunk = max(1, _STATE_BYTES // max(per_candidate, 1))
     results: list[GreedyPlacement] = []
     for start in range(0, len(prepared), chunk):
-        results += _place_chunk(simulator, prepared[start : start + chunk], config)
+        placed = _place_chunk(simulator, prepared[start : start + chunk], config, out_of_time)
+        if placed is None:
+            break
+        results += placed
     return results
 
 
@@ -136,8 +145,9 @@ class _Lineages:
 
 
 def _place_chunk(
-    simulator: PlanSimulator, candidates: list[_Candidate], config: SearchConfig
-) -> list[GreedyPlacement]:
+    simulator: PlanSimulator, candidates: list[_Candidate], config: SearchConfig, out_of_time: Callable[[], bool]
+) -> list[GreedyPlacement] | None:
+    """Places candidates together; None when time runs out on the way."""
     caps, ranks = grid_caps(config), simulator.problem.cluster.world_size
     count, grid = len(candidates), len(caps)
     longest = max(len(candidate.kinds) for candidate in candidates)
@@ -158,6 +168,8 @@ def _place_chunk(
     possible = np.ones(count * grid, dtype=bool)
 
     for step in range(longest):
+        if step % _STEPS_PER_LOOK == 0 and out_of_time():
+            return None
         pairs = np.flatnonzero(possible & active[owner, step])
         kind, state = kinds[owner[pairs], step], states.of_pair[pairs]
         fits = (states.free[state] >= simulator.memory[kind][:, None, :]).all(axis=-1)

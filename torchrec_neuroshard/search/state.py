@@ -47,10 +47,13 @@ class ShardArrays:
         self.pieces = np.bincount(self.table, minlength=len(problem.tables))
         self.held = np.zeros((len(problem.tables), problem.cluster.world_size), dtype=np.int64)
         self.held[self.table, self.rank] += 1  # the search never puts two shards of a table on one rank
-        if like is not None and np.array_equal(self.pieces > 1, like.pieces > 1):
-            self.group_of_table, self.lookup_of_table = like.group_of_table, like.lookup_of_table
-        else:
-            self.group_of_table, self.lookup_of_table = problem.groups_and_lookups(self.pieces > 1)
+        of_tables = (
+            (like.group_of_table, like.lookup_of_table)
+            if like is not None and np.array_equal(self.pieces > 1, like.pieces > 1)
+            else problem.groups_and_lookups(self.pieces > 1)
+        )
+        self.group_of_table: NDArray[np.int64] = of_tables[0]
+        self.lookup_of_table: NDArray[np.int64] = of_tables[1]
         self.group, self.lookup = self.group_of_table[self.table], self.lookup_of_table[self.table]
 
     @classmethod
@@ -124,7 +127,7 @@ class PlacementState:
             self.ids = np.zeros_like(self.columns)
             self.free = problem.cluster.capacity.astype(np.float64).copy()
             self.group_ms = np.zeros((ranks, len(problem.group_keys), 2))
-            inside = slice(None)
+            inside = np.ones(len(arrays), dtype=bool)
         else:
             self.sums, self.columns, self.ids = before.sums.copy(), before.columns.copy(), before.ids.copy()
             self.free, self.group_ms = before.free.copy(), before.group_ms.copy()

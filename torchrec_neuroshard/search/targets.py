@@ -12,6 +12,7 @@ References:
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.problem import WIDTH_MULTIPLE, ShardingProblem
@@ -22,31 +23,51 @@ _TARGETS = 12
 _DENSE = 8  # numbers of pieces tried one by one; beyond, in steps of a third
 
 
-def target_splits(simulator: PlanSimulator) -> list[Splits]:
-    """Different splits for targets from the costliest table's cost down to below a rank's mean, coarsest first."""
+def target_splits(simulator: PlanSimulator, base: Splits) -> list[Splits]:
+    """Different splits for targets from the costliest table's cost down to below a rank's mean, coarsest first.
+
+    Args:
+        simulator: prices shards.
+        base: cuts that are made whatever the target: those of :func:`fitting_splits`.
+    """
     problem = simulator.problem
     if not problem.tables or problem.cluster.world_size == 1:
         return []
-    whole = whole_tables(problem)
-    kinds = simulator.kinds((t, widths[0]) for t, widths in enumerate(whole))
+    kinds = simulator.kinds((t, table.embedding_dim) for t, table in enumerate(problem.tables))
     alone = simulator.alone_ms[kinds].sum(axis=1)
     lowest = _LOWEST * float(alone.sum()) / problem.cluster.world_size
     large = [t for t in range(len(problem.tables)) if alone[t] > lowest and problem.splittable(t)]
     if not large:
         return []
-    cuts = {t: piece_widths(problem, t) for t in large}
-    kinds = simulator.kinds((t, pieces[0]) for t in large for pieces in cuts[t])
+    ways = {t: [way for way in piece_widths(problem, t) if len(way) >= len(base[t])] or [base[t]] for t in large}
+    kinds = simulator.kinds((t, way[0]) for t in large for way in ways[t])
     costs = iter(simulator.alone_ms[kinds].sum(axis=1).tolist())
-    widest_ms = {t: [next(costs) for _ in cuts[t]] for t in large}  # of each way to cut a table
+    widest_ms = {t: [next(costs) for _ in ways[t]] for t in large}
     highest = max(alone[t] for t in large)
     found: list[Splits] = []
     for target in np.geomspace(highest, lowest, _TARGETS + 1)[1:].tolist():
-        splits = list(whole)
+        splits = list(base)
         for t in large:
             fine = next((k for k, ms in enumerate(widest_ms[t]) if ms <= target), None)
-            splits[t] = cuts[t][int(np.argmin(widest_ms[t])) if fine is None else fine]
+            splits[t] = ways[t][int(np.argmin(widest_ms[t])) if fine is None else fine]
         found.append(tuple(splits))
     return list(dict.fromkeys(found))
+
+
+def fitting_splits(problem: ShardingProblem) -> Splits:
+    """Only the tables too large for any rank are cut, into as few about equal shards as each fits on some rank."""
+    capacity = problem.cluster.capacity
+    splits = list(whole_tables(problem))
+    for table, widths in enumerate(splits):
+        if not problem.splittable(table) or _fits_somewhere(problem, table, widths[0], capacity):
+            continue
+        ways = piece_widths(problem, table)
+        splits[table] = next((way for way in ways if _fits_somewhere(problem, table, way[0], capacity)), ways[-1])
+    return tuple(splits)
+
+
+def _fits_somewhere(problem: ShardingProblem, table: int, width: int, capacity: NDArray[np.float64]) -> bool:
+    return bool((capacity >= problem.shard_memory(table, width)).all(axis=1).any())
 
 
 def piece_widths(problem: ShardingProblem, table: int) -> list[tuple[int, ...]]:

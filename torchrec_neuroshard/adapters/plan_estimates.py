@@ -1,0 +1,30 @@
+"""The estimates of a finished plan, where TorchRec's stats and tools look for them: on its shards."""
+
+from __future__ import annotations
+
+from torchrec.distributed.planner.types import ShardingOption
+
+from torchrec_neuroshard.adapters.compat import make_perf, make_storage
+from torchrec_neuroshard.costs.simulator import PlanCost, PlanSimulator
+from torchrec_neuroshard.problem import Placement
+
+
+def set_estimates(
+    options: list[ShardingOption], placement: Placement, simulator: PlanSimulator, cost: PlanCost
+) -> None:
+    """Sets ``shard.perf`` and ``shard.storage``, so that the shards of a rank add up to what is predicted for it.
+
+    Args:
+        options: one for each table, as made of the placement.
+        placement: the plan.
+        simulator: predicted it.
+        cost: its prediction.
+    """
+    ordered = sorted(placement.shards, key=lambda shard: (shard.table, shard.offset))
+    shares = iter(simulator.shares(placement, cost).tolist())
+    pieces = (shard for option in options for shard in option.shards)
+    for placed, shard, share in zip(ordered, pieces, shares):
+        forward, backward, forward_comms, backward_comms, input_dist = share
+        shard.perf = make_perf(forward, forward_comms, backward, backward_comms, input_dist)
+        hbm, ddr = simulator.problem.shard_memory(placed.table, placed.width)
+        shard.storage = make_storage(int(hbm), int(ddr))
