@@ -119,7 +119,7 @@ def single_shard_costs(problem: ShardingProblem, model: CostModel) -> AdditiveOb
     simulator = PlanSimulator(problem, model)
 
     def shard_costs(shards: Iterable[tuple[int, int]]) -> NDArray[np.float64]:
-        alone = simulator.alone_ms[simulator.kinds(shards)]
+        alone = simulator.alone(shards)
         return np.concatenate([alone, np.zeros_like(alone)], axis=1)
 
     return AdditiveObjective(f"{model.name}, single shards", shard_costs, model.provenance, model.hardware)

@@ -153,6 +153,11 @@ class PlanSimulator:
             self._register(fresh)
         return np.asarray([self._kinds[pair] for pair in shards], dtype=np.int64)
 
+    def alone(self, shards: Iterable[tuple[int, int]]) -> NDArray[np.float64]:
+        """[shards, 2] forward and backward ms of shards, given as (table, width), each alone on a rank."""
+        kinds = self.kinds(shards)
+        return self.alone_ms[kinds]
+
     @property
     def passes_apart(self) -> bool:
         """Whether ranks wait for each other after the forward and after the backward pass, not once for both."""

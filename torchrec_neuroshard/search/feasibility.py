@@ -1,7 +1,7 @@
 """Feasibility first: a placement that fits in memory, whatever it costs in time.
 
-Two constructions are tried: size-first halving with first-fit-decreasing, which keeps shards few, then a
-fill that cuts tables exactly to the space that is left, which packs almost to the last column.
+Three constructions are tried: size-first halving with first-fit-decreasing, which keeps shards few, then a
+fill that cuts tables exactly to the space that is left, which packs almost to the last column, then an integer program.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torchrec_neuroshard.problem import (
     Shard,
     ShardingProblem,
 )
+from torchrec_neuroshard.search.packing import pack
 from torchrec_neuroshard.search.splits import Splits, divide, shards_of, whole_tables
 
 _MAX_PASSES = 40
@@ -48,7 +49,10 @@ def feasible_placement(problem: ShardingProblem) -> Placement:
     filled = _fill(problem)
     if filled is not None:
         return filled
-    raise _infeasible(problem)
+    packing = pack(problem)
+    if packing.pieces is not None:
+        return _placement_of_pieces(problem, packing.pieces)
+    raise _infeasible(problem, packing.impossible)
 
 
 def placement_of(problem: ShardingProblem, splits: Splits, ranks: NDArray[np.int64]) -> Placement:
@@ -135,8 +139,13 @@ def _fill(problem: ShardingProblem) -> Placement | None:
             free[rank] -= problem.shard_memory(table, width)
             pieces[table].append((width, rank))
             left -= width
-    splits = tuple(tuple(width for width, _ in pieces[t]) for t in range(len(problem.tables)))
-    ranks = np.asarray([rank for t in range(len(problem.tables)) for _, rank in pieces[t]], dtype=np.int64)
+    return _placement_of_pieces(problem, [pieces[t] for t in range(len(problem.tables))])
+
+
+def _placement_of_pieces(problem: ShardingProblem, pieces: list[list[tuple[int, int]]]) -> Placement:
+    """Builds a placement from each table's (width, rank) in column order."""
+    splits = tuple(tuple(width for width, _ in of_table) for of_table in pieces)
+    ranks = np.asarray([rank for of_table in pieces for _, rank in of_table], dtype=np.int64)
     return placement_of(problem, splits, ranks)
 
 
@@ -203,11 +212,12 @@ def _check_bounds(problem: ShardingProblem) -> None:
         )
 
 
-def _infeasible(problem: ShardingProblem) -> InfeasibleError:
+def _infeasible(problem: ShardingProblem, proved: bool) -> InfeasibleError:
     needed = np.sum([problem.shard_memory(t, table.embedding_dim) for t, table in enumerate(problem.tables)], axis=0)
     available = problem.cluster.capacity.sum(axis=0)
+    found = "there is no way (an integer program proves it)" if proved else "found no way"
     return InfeasibleError(
-        f"found no way to pack the tables: they need {_gib(needed)}, the ranks have {_gib(available)} in all, but "
+        f"{found} to pack the tables: they need {_gib(needed)}, the ranks have {_gib(available)} in all, but "
         "not in pieces that hold the shards; allow narrower column shards (column_split='any', min_partition) or "
         "give more memory",
         (float(needed[0]), float(needed[1])),

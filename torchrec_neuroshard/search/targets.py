@@ -33,15 +33,13 @@ def target_splits(simulator: PlanSimulator, base: Splits) -> list[Splits]:
     problem = simulator.problem
     if not problem.tables or problem.cluster.world_size == 1:
         return []
-    kinds = simulator.kinds((t, table.embedding_dim) for t, table in enumerate(problem.tables))
-    alone = simulator.alone_ms[kinds].sum(axis=1)
+    alone = simulator.alone((t, table.embedding_dim) for t, table in enumerate(problem.tables)).sum(axis=1)
     lowest = _LOWEST * float(alone.sum()) / problem.cluster.world_size
     large = [t for t in range(len(problem.tables)) if alone[t] > lowest and problem.splittable(t)]
     if not large:
         return []
     ways = {t: [way for way in piece_widths(problem, t) if len(way) >= len(base[t])] or [base[t]] for t in large}
-    kinds = simulator.kinds((t, way[0]) for t in large for way in ways[t])
-    costs = iter(simulator.alone_ms[kinds].sum(axis=1).tolist())
+    costs = iter(simulator.alone((t, way[0]) for t in large for way in ways[t]).sum(axis=1).tolist())
     widest_ms = {t: [next(costs) for _ in ways[t]] for t in large}
     highest = max(alone[t] for t in large)
     found: list[Splits] = []
