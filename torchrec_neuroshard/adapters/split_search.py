@@ -79,9 +79,7 @@ class SplitSearch:
             config = dataclasses.replace(config, timeout_seconds=max(left, _LEAST_SECONDS))
         return find_placement(problem, self.objective, config)
 
-    def _note_narrower_gain(
-        self, narrower: ShardingProblem, result: SearchResult, note: Callable[[str], None]
-    ) -> None:
+    def _note_narrower_gain(self, narrower: ShardingProblem, result: SearchResult, note: Callable[[str], None]) -> None:
         """Says what column_split="any" would save, by refining the plan found: a lower bound, cheaply."""
         begun = perf_counter()
         limit, left = max(_SHORTEST_LOOK_SECONDS, _LOOK_SHARE * result.seconds), self.seconds_left()

@@ -50,9 +50,7 @@ def torchrec_objective(
         else:
             populate_estimates(enumerator, options, sharder_maps)
         perfs = {
-            (table, int(shard.size[1])): shard.perf
-            for table, option in zip(widths, options)
-            for shard in option.shards
+            (table, int(shard.size[1])): shard.perf for table, option in zip(widths, options) for shard in option.shards
         }
         return np.asarray([_parts(perfs[shard]) for shard in shards])
 

@@ -95,13 +95,18 @@ class AdditiveSimulator(PlanSimulator):
     def shares(self, placement: Placement, cost: PlanCost) -> NDArray[np.float64]:
         """[shards, 5] the parts of each shard; the input collective costs nothing."""
         shards = sorted(placement.shards, key=lambda s: (s.table, s.offset))
-        parts = self.z[self.kinds((s.table, s.width) for s in shards)]
+        parts = self._parts((s.table, s.width) for s in shards)
         return np.concatenate([parts, np.zeros((len(parts), 1))], axis=1)
 
     def shard_cost(self, table: int, width: int) -> ShardCost:
         """The parts of one shard."""
-        forward, backward, forward_comms, backward_comms = self.z[self.kinds([(table, width)])[0]].tolist()
+        forward, backward, forward_comms, backward_comms = self._parts([(table, width)])[0].tolist()
         return ShardCost(forward, backward, forward_comms, backward_comms, input_dist_ms=0.0)
+
+    def _parts(self, shards: Iterable[tuple[int, int]]) -> NDArray[np.float64]:
+        """[shards, PARTS] ms of shards given as (table, width)."""
+        kinds = self.kinds(shards)
+        return self.z[kinds]
 
 
 Objective = CostModel | AdditiveObjective

@@ -140,6 +140,7 @@ class PlanSimulator:
         self.problem = problem
         self._kinds: dict[tuple[int, int], int] = {}
         self.z = np.zeros((0, z_dim))  # [kinds, z_dim]
+        self.widths = np.zeros(0, dtype=np.int64)  # [kinds]
         self.memory = np.zeros((0, 2))  # [kinds, 2] bytes of HBM and DDR
         self.columns = np.zeros(0)  # [kinds] output columns: width x features
         self.ids = np.zeros(0)  # [kinds] ids per sample
@@ -185,6 +186,7 @@ class PlanSimulator:
         z = self._contributions(pairs)
         tables = [self.problem.tables[t] for t, _ in pairs]
         self.z = np.concatenate([self.z, z])
+        self.widths = np.concatenate([self.widths, [width for _, width in pairs]])
         self.memory = np.concatenate([self.memory, [self.problem.shard_memory(*pair) for pair in pairs]])
         self.columns = np.concatenate(
             [self.columns, [float(width * table.num_features) for table, (_, width) in zip(tables, pairs)]]

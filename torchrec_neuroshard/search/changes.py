@@ -89,9 +89,7 @@ def swaps(arrays: ShardArrays, pressure: Pressure, slow: int, ranks: NDArray[np.
     )
     first, second, gain = first[sensible], second[sensible], gain[sensible]
     same = arrays.table[first] == arrays.table[second]
-    free = (arrays.held[arrays.table[first], arrays.rank[second]] == 0) & (
-        arrays.held[arrays.table[second], slow] == 0
-    )
+    free = (arrays.held[arrays.table[first], arrays.rank[second]] == 0) & (arrays.held[arrays.table[second], slow] == 0)
     allowed = (same & (arrays.width[first] != arrays.width[second])) | (~same & free)
     first, second, gain = first[allowed], second[allowed], gain[allowed]
     if len(first) > _SWAP_LIMIT:  # the best swaps level the two ranks, were costs to add up

@@ -23,6 +23,8 @@ class SearchConfig:
         refine: improve the best placements by moves, swaps, splits and merges.
         kick_budget: shards refined again after random kicks; a plan of n shards is kicked at most
             kick_budget / n times.
+        repack_rounds: times that a few tables are taken off and put back the best way.
+        repack_patience: stop that after so many times in a row that found nothing.
         timeout_seconds: stop improving after this long; a plan is returned all the same. None: no limit.
         seed: seeds the kicks, the only random part.
     """
@@ -35,6 +37,8 @@ class SearchConfig:
     grid_span: float = 1.5
     refine: bool = True
     kick_budget: int = 240
+    repack_rounds: int = 400
+    repack_patience: int = 120
     timeout_seconds: float | None = None
     seed: int = 0
 

@@ -15,6 +15,7 @@ from torchrec_neuroshard.search.config import SearchConfig, SearchResult
 from torchrec_neuroshard.search.feasibility import feasible_placement, placement_of
 from torchrec_neuroshard.search.kicks import kick_and_refine
 from torchrec_neuroshard.search.refine import refine
+from torchrec_neuroshard.search.repack import repack
 from torchrec_neuroshard.search.splits import Splits
 from torchrec_neuroshard.search.targets import fitting_splits, target_splits
 
@@ -90,6 +91,10 @@ def find_placement(problem: ShardingProblem, objective: Objective, config: Searc
     kicks = min(kicks, _KICKS_PER_SHARD * len(best.shards))
     if kicks and not out_of_time():
         finalists += kick_and_refine(simulator, best, kicks, config.seed, out_of_time)
+    if config.refine and not out_of_time():
+        consider(
+            "repacked", repack(simulator, best, config.repack_rounds, config.repack_patience, config.seed, out_of_time)
+        )
     best = _choose(simulator, finalists)
     cost = simulator.cost(best)
     note("final", cost.total_ms, len(best.shards))

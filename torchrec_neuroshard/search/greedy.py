@@ -129,9 +129,7 @@ class _Lineages:
             States that receive a shard, the rank that each gives it to, and a pair that each serves.
         """
         world = self.free.shape[1]
-        keys, first, inverse = np.unique(
-            self.of_pair[pairs] * world + ranks, return_index=True, return_inverse=True
-        )
+        keys, first, inverse = np.unique(self.of_pair[pairs] * world + ranks, return_index=True, return_inverse=True)
         parents, chosen = keys // world, keys % world
         again = np.concatenate([[False], parents[1:] == parents[:-1]])  # keys are sorted by parent
         states = parents.copy()

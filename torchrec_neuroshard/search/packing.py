@@ -80,9 +80,7 @@ def pack(problem: ShardingProblem) -> Packing:
     if answer.x is None:
         return Packing(None, answer.status == _PROVED_INFEASIBLE)
     units = np.rint(answer.x[cells:]).astype(np.int64).reshape(tables, ranks)
-    pieces = [
-        [(_width(problem, t, int(units[t, r])), int(r)) for r in np.flatnonzero(units[t])] for t in range(tables)
-    ]
+    pieces = [[(_width(problem, t, int(units[t, r])), int(r)) for r in np.flatnonzero(units[t])] for t in range(tables)]
     return Packing(pieces if _fits(problem, pieces) else None, False)
 
 

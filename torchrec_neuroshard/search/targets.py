@@ -79,8 +79,6 @@ def piece_widths(problem: ShardingProblem, table: int) -> list[tuple[int, ...]]:
     pieces = 2
     while pieces <= most:
         narrow, wider = divmod(units, pieces)
-        ways.append(
-            (WIDTH_MULTIPLE * (narrow + 1),) * wider + (WIDTH_MULTIPLE * narrow,) * (pieces - wider)
-        )
+        ways.append((WIDTH_MULTIPLE * (narrow + 1),) * wider + (WIDTH_MULTIPLE * narrow,) * (pieces - wider))
         pieces += 1 if pieces < _DENSE else pieces // 3
     return ways
