@@ -21,24 +21,22 @@ class SearchConfig:
         grid: caps on the widest rank tried in each placement (the paper's M).
         grid_span: largest cap, as a multiple of the mean columns per rank.
         refine: improve the best placements by moves, swaps, splits and merges.
-        kick_budget: shards refined again after random kicks; a plan of n shards is kicked at most
-            kick_budget / n times.
         repack_rounds: times that a few tables are taken off and put back the best way.
-        repack_patience: stop that after so many times in a row that found nothing.
+        repack_patience: stop that after so many times in a row that found nothing; few tables, which are cheap to
+            put back, get more.
         timeout_seconds: stop improving after this long; a plan is returned all the same. None: no limit.
-        seed: seeds the kicks, the only random part.
+        seed: seeds the repacking, the only random part.
     """
 
     beam_width: int = 3
     proposals: int = 10
     levels: int = 10
-    patience: int = 2
+    patience: int = 1
     grid: int = 11
     grid_span: float = 1.5
     refine: bool = True
-    kick_budget: int = 240
     repack_rounds: int = 400
-    repack_patience: int = 120
+    repack_patience: int = 80
     timeout_seconds: float | None = None
     seed: int = 0
 

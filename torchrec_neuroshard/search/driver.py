@@ -1,4 +1,4 @@
-"""The search from start to end: feasibility, beam over splits, refinement."""
+"""The search from start to end: feasibility, splits for a target, beam over splits, refinement, repacking."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torchrec_neuroshard.problem import Placement, ShardingProblem
 from torchrec_neuroshard.search.beam import Scored, beam_search, score
 from torchrec_neuroshard.search.config import SearchConfig, SearchResult
 from torchrec_neuroshard.search.feasibility import feasible_placement, placement_of
-from torchrec_neuroshard.search.kicks import kick_and_refine
 from torchrec_neuroshard.search.refine import refine
 from torchrec_neuroshard.search.repack import repack
 from torchrec_neuroshard.search.splits import Splits
@@ -23,7 +22,7 @@ _NEARLY_AS_GOOD = 1.02  # times the least predicted cost: finalists
 _FINALISTS = 16
 # Shares of a time limit after which splits for a target, and the beam, have had their turn.
 _SHARE_OF_TARGETS, _SHARE_BEFORE_LAST = 0.4, 0.8
-_KICKS_PER_SHARD = 6  # few shards have few placements
+_PATIENCE_OF_FEW = 1200  # tries of repacking, shared out among the tables
 
 
 def find_placement(problem: ShardingProblem, objective: Objective, config: SearchConfig | None = None) -> SearchResult:
@@ -87,14 +86,11 @@ def find_placement(problem: ShardingProblem, objective: Objective, config: Searc
         placement = _placed(problem, found)
         if placement is not None and found is not scored[0] and not out_of_time():
             consider(f"refined {index + 1}", placement)
-    kicks = config.kick_budget // len(best.shards) if config.refine else 0
-    kicks = min(kicks, _KICKS_PER_SHARD * len(best.shards))
-    if kicks and not out_of_time():
-        finalists += kick_and_refine(simulator, best, kicks, config.seed, out_of_time)
     if config.refine and not out_of_time():
-        consider(
-            "repacked", repack(simulator, best, config.repack_rounds, config.repack_patience, config.seed, out_of_time)
-        )
+        patience = config.repack_patience + _PATIENCE_OF_FEW // len(problem.tables)
+        packed = repack(simulator, best, config.repack_rounds, patience, config.seed, out_of_time)
+        consider("repacked", packed[0])
+        finalists += packed[1:]
     best = _choose(simulator, finalists)
     cost = simulator.cost(best)
     note("final", cost.total_ms, len(best.shards))

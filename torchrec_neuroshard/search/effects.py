@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from torchrec_neuroshard.search.state import PlacementState
 
 _TOLERANCE = 2e-4  # relative gain below which a change is not worth taking
-# Changes priced with collectives, the most promising first: by the estimate of the total, and by compute.
-_BY_TOTAL, _BY_COMPUTE = 12, 36
 
 
 @dataclass(frozen=True)
@@ -45,11 +43,19 @@ def improves(before: PlacementState, after: PlacementState) -> bool:
     return bool(differs.size) and bool(new[differs[0]] < old[differs[0]])
 
 
-def ranked(state: PlacementState, effects: Effects) -> NDArray[np.int64]:
+def ranked(
+    state: PlacementState, effects: Effects, by_total: int, by_compute: int, slack: float = 0.0
+) -> NDArray[np.int64]:
     """Indices of changes that fit and relieve the ranks they touch, least total first.
 
     Changes are chosen by the linear estimate of their total, and by compute alone: the collectives of a measured model
     are no straight line.
+
+    Args:
+        state: what is changed.
+        effects: of the changes.
+        by_total, by_compute: how many, by either, are priced with their collectives.
+        slack: share by which the total may rise.
     """
     changes = len(effects.fits)
     after = promised_ms(state, effects)
@@ -57,9 +63,9 @@ def ranked(state: PlacementState, effects: Effects) -> NDArray[np.int64]:
     np.maximum.at(worst, effects.owner, effects.rank_ms.sum(axis=1))
     np.maximum.at(before, effects.owner, state.load[effects.rank])
     # Where passes are waited for apart, a rank's sum may rise while the slower pass falls.
-    by_compute = worst < before * (1.05 if state.simulator.passes_apart else 1.0)
-    by_total = after < state.total_ms * (1 - 1e-9)
-    rules = ((by_total, after, worst, _BY_TOTAL), (by_compute, worst, after, _BY_COMPUTE))
+    relieves = worst < before * (1.05 if state.simulator.passes_apart else 1.0)
+    gains = after < state.total_ms * (1 + slack - 1e-9)
+    rules = ((gains, after, worst, by_total), (relieves, worst, after, by_compute))
     parts = []
     for promising, first, second, most in rules:
         indices = np.flatnonzero(effects.fits & promising)

@@ -23,6 +23,7 @@ from torchrec_neuroshard.search.state import PlacementState, ShardArrays
 _WINDOW, _WORTHWHILE = 24, 1e-3  # changes in a row that must gain this much together
 _PARTNER_LIMIT = 16  # ranks considered as partners, lightest first
 _COUNTS = 0.02  # share of the total below which a pressure is left alone
+_BY_TOTAL, _BY_COMPUTE = 12, 36  # changes priced with collectives
 _TRIES = 3  # finalists rebuilt before giving up
 
 
@@ -62,7 +63,7 @@ def _best_successor(state: PlacementState) -> PlacementState | None:
         if not len(changes):
             continue
         effects = _effects(state, _Members.of(state.arrays, changes), len(changes))
-        for index in ranked(state, effects)[:_TRIES].tolist():
+        for index in ranked(state, effects, _BY_TOTAL, _BY_COMPUTE)[:_TRIES].tolist():
             arrays, touched = changes.apply(index, state.simulator, state.arrays)
             successor = PlacementState(state.simulator, arrays, state, touched)
             if improves(state, successor):

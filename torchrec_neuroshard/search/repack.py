@@ -1,10 +1,12 @@
-"""Large neighbourhood search [Shaw1998using]: a few tables are taken off a few ranks and put back the best way.
+"""Large neighbourhood search [Shaw1998using]: a few tables are taken off a few ranks and put back the best other way.
 
 Moves around the slowest rank end where two or three tables have to change places, or cuts, at once, above all when
 memory is tight. Here all ways to put them back are weighed, cuts included: by what shards cost alone first, the best of
-them as fused groups.
+them as fused groups. The way taken may be a little worse than the best plan so far, ever less so [Dueck1993new].
 
 References:
+    [Dueck1993new] G. Dueck. New optimization heuristics: the great deluge algorithm and the record-to-record travel.
+        Journal of Computational Physics 104, 1993.
     [Shaw1998using] P. Shaw. Using constraint programming and local search methods to solve vehicle routing problems.
         CP 1998.
 """
@@ -24,10 +26,13 @@ from torchrec_neuroshard.problem import WIDTH_MULTIPLE, Placement, ShardingProbl
 from torchrec_neuroshard.search.effects import Effects, improves, ranked
 from torchrec_neuroshard.search.state import PlacementState, ShardArrays
 
-_RANKS = 3  # whose tables are put back at a time
+_RANKS = (2, 3, 3, 4)  # whose tables are put back at a time
 _WAYS = 16_000  # weighed at a time
-_EXACT = 256  # of them priced as fused groups
+_EXACT = 160  # of them priced as fused groups
+_BY_TOTAL, _BY_COMPUTE = 8, 8  # of these priced with collectives
 _TRIES = 2
+_RETURNED, _NEARLY_AS_GOOD = 12, 1.01  # placements, and times the best one's cost
+_SLACK = 0.02  # share by which a way taken may be worse than the best plan, at the start
 # Shares of the columns at which a table is cut in two, by the number of tables taken off.
 _SHARES = {
     1: tuple(part / 32 for part in range(1, 32)),
@@ -45,8 +50,10 @@ def repack(
     patience: int,
     seed: int,
     out_of_time: Callable[[], bool],
-) -> Placement:
-    """Takes tables off and puts them back, at most ``rounds`` times; never returns a worse placement.
+) -> list[Placement]:
+    """Takes tables off and puts them back, at most ``rounds`` times.
+
+    Returns the best placement met, never worse than the given one, then others that are nearly as good.
 
     Args:
         simulator: prices plans.
@@ -57,19 +64,28 @@ def repack(
         out_of_time: asked before each try.
     """
     rng = np.random.default_rng(seed)
-    state = PlacementState.of(simulator, placement.shards)
+    state = best = PlacementState.of(simulator, placement.shards)
+    met = [state]
     failures = 0
-    for _ in range(rounds):
+    for index in range(rounds):
         if out_of_time() or failures >= patience:
             break
-        better = _try(state, rng)
-        failures = 0 if better is not None else failures + 1
-        state = better or state
-    return state.arrays.placement(simulator.problem)
+        failures += 1
+        limit = best.total_ms * (1 + _SLACK * (1 - index / rounds))
+        found = _try(state, rng, limit)
+        if found is None:
+            continue
+        state = found
+        met.append(state)
+        if improves(best, state):
+            best, failures = state, 0
+    close = sorted((state.total_ms, index) for index, state in enumerate(met))[:_RETURNED]
+    others = [met[index] for total_ms, index in close if total_ms <= best.total_ms * _NEARLY_AS_GOOD]
+    return list(dict.fromkeys(state.arrays.placement(simulator.problem) for state in (best, *others)))
 
 
-def _try(state: PlacementState, rng: np.random.Generator) -> PlacementState | None:
-    """The state after the best way to put back some tables, or None where none improves."""
+def _try(state: PlacementState, rng: np.random.Generator, limit: float) -> PlacementState | None:
+    """The state after the best other way to put back some tables; None where each takes longer than ``limit`` ms."""
     simulator, arrays = state.simulator, state.arrays
     taken = _choose(state, rng)
     if taken is None:
@@ -79,19 +95,29 @@ def _try(state: PlacementState, rng: np.random.Generator) -> PlacementState | No
     ways = _ways([len(option.kinds) for option in options], rng)
     kinds = np.stack([option.kinds[way] for option, way in zip(options, ways.T)], axis=1)  # [ways, tables, ranks]
     off = np.isin(arrays.table, tables)
+    kinds = kinds[(kinds != _kinds_now(arrays, tables, ranks)).any(axis=(1, 2))]
     base = _Base.of(state, ranks, arrays, off)
     kinds = kinds[_fitting(simulator, base, kinds)]
     kinds = kinds[_promising(simulator, base, kinds)]
     if not len(kinds):
         return None
     effects = _effects(state, base, tables, kinds)
-    for index in ranked(state, effects)[:_TRIES].tolist():
-        successor = PlacementState(
-            simulator, _rebuilt(simulator, arrays, off, tables, ranks, kinds[index]), state, ranks
-        )
-        if improves(state, successor):
+    slack = limit / state.total_ms - 1
+    for index in ranked(state, effects, _BY_TOTAL, _BY_COMPUTE, slack)[:_TRIES].tolist():
+        rebuilt = _rebuilt(simulator, arrays, off, tables, ranks, kinds[index])
+        successor = PlacementState(simulator, rebuilt, state, ranks)
+        if successor.total_ms <= limit:
             return successor
     return None
+
+
+def _kinds_now(arrays: ShardArrays, tables: NDArray[np.int64], ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[tables, ranks] kind of the shard that each rank has now; -1 for none."""
+    kinds = np.full((len(tables), len(ranks)), -1, dtype=np.int64)
+    for place, table in enumerate(tables.tolist()):
+        mine = np.flatnonzero(arrays.table == table)
+        kinds[place, np.searchsorted(ranks, arrays.rank[mine])] = arrays.kind[mine]
+    return kinds
 
 
 def _choose(state: PlacementState, rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
@@ -103,7 +129,8 @@ def _choose(state: PlacementState, rng: np.random.Generator) -> tuple[NDArray[np
     shares = np.asarray([pressure.share_ms for pressure in pressures])
     slow = int(pressures[int(rng.choice(len(shares), p=shares / shares.sum()))].load.argmax())
     others = np.delete(np.arange(world), slow)
-    ranks = np.sort(np.append(rng.choice(others, size=min(_RANKS, world) - 1, replace=False), slow))
+    partners = min(int(rng.choice(_RANKS)), world) - 1
+    ranks = np.sort(np.append(rng.choice(others, size=partners, replace=False), slow))
     inside = (arrays.held[:, ranks].sum(axis=1) == arrays.pieces) & (arrays.pieces > 0)
     first = np.flatnonzero(inside & (arrays.held[:, slow] > 0))
     if not first.size:
