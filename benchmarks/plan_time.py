@@ -29,7 +29,7 @@ from torchrec_neuroshard.workload import Workload
 
 PLANNERS = ("neuroshard", *FORMS)
 _FIRST_SEED = 100
-_HBM_BYTES = 80 << 30
+HBM_BYTES = 80 << 30
 
 
 def many_tables(count: int) -> Workload:
@@ -47,7 +47,7 @@ def time_one(planner: str, tables: int, world_size: int, device: str) -> dict[st
     """Plans once in this process; returns wall and processor seconds and peak memory in MB."""
     torch.set_num_threads(1)
     workload = many_tables(tables)
-    hbm = _HBM_BYTES if device == "cuda" else 0
+    hbm = HBM_BYTES if device == "cuda" else 0
     local = min(world_size, 8) if device == "cuda" else world_size
     topology = Topology(world_size, device, hbm_cap=hbm, ddr_cap=DDR_BYTES_PER_RANK, local_world_size=local)
     common = {"topology": topology, "batch_size": SAMPLES_PER_RANK, "debug": False}

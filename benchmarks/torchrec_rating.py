@@ -27,7 +27,7 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.types import ShardingOption
 
-from benchmarks.plan_time import many_tables
+from benchmarks.plan_time import HBM_BYTES, many_tables
 from benchmarks.skewed_workloads import SAMPLES_PER_RANK
 from benchmarks.torchrec_planners import DDR_BYTES_PER_RANK, RESTRICTED
 from torchrec_neuroshard import NeuroShardPlanner
@@ -37,7 +37,6 @@ from torchrec_neuroshard.measure.store import MeasurementStore, read_records
 
 PROBLEMS = ("100x8", "200x16", "400x16", "400x64", "856x16", "856x64")
 PLANNERS = ("neuroshard", "torchrec_restricted", "torchrec")
-HBM_BYTES = 80 << 30
 _RANKS_PER_HOST = 8
 
 

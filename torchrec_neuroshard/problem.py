@@ -69,7 +69,7 @@ class Table:
     module: str = ""
     id_order: str = "scattered"
 
-    @property
+    @cached_property
     def distribution(self) -> AccessDistribution:
         """The access distribution, or the population default."""
         return self.access if self.access is not None else AccessDistribution.population(self.num_embeddings)

@@ -36,7 +36,7 @@ class SearchConfig:
     grid_span: float = 1.5
     refine: bool = True
     repack_rounds: int = 400
-    repack_patience: int = 80
+    repack_patience: int = 60
     timeout_seconds: float | None = None
     seed: int = 0
 

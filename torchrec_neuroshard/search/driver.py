@@ -22,7 +22,7 @@ _NEARLY_AS_GOOD = 1.02  # times the least predicted cost: finalists
 _FINALISTS = 16
 # Shares of a time limit after which splits for a target, and the beam, have had their turn.
 _SHARE_OF_TARGETS, _SHARE_BEFORE_LAST = 0.4, 0.8
-_PATIENCE_OF_FEW = 1200  # tries of repacking, shared out among the tables
+_PATIENCE_OF_FEW = 800  # tries of repacking, shared out among the tables
 
 
 def find_placement(problem: ShardingProblem, objective: Objective, config: SearchConfig | None = None) -> SearchResult:

@@ -65,6 +65,7 @@ def repack(
     """
     rng = np.random.default_rng(seed)
     state = best = PlacementState.of(simulator, placement.shards)
+    options: dict[tuple[int, int, int], _Options] = {}
     met = [state]
     failures = 0
     for index in range(rounds):
@@ -72,7 +73,7 @@ def repack(
             break
         failures += 1
         limit = best.total_ms * (1 + _SLACK * (1 - index / rounds))
-        found = _try(state, rng, limit)
+        found = _try(state, rng, limit, options)
         if found is None:
             continue
         state = found
@@ -84,14 +85,23 @@ def repack(
     return list(dict.fromkeys(state.arrays.placement(simulator.problem) for state in (best, *others)))
 
 
-def _try(state: PlacementState, rng: np.random.Generator, limit: float) -> PlacementState | None:
-    """The state after the best other way to put back some tables; None where each takes longer than ``limit`` ms."""
+def _try(
+    state: PlacementState, rng: np.random.Generator, limit: float, known: dict[tuple[int, int, int], _Options]
+) -> PlacementState | None:
+    """The state after the best other way to put back some tables; None where each takes longer than ``limit`` ms.
+
+    ``known`` keeps the options of (table, number of ranks, number of tables).
+    """
     simulator, arrays = state.simulator, state.arrays
     taken = _choose(state, rng)
     if taken is None:
         return None
     ranks, tables = taken
-    options = [_Options.of(simulator, int(table), len(ranks), len(tables)) for table in tables]
+    keys = [(table, len(ranks), len(tables)) for table in tables.tolist()]
+    for key in keys:
+        if key not in known:
+            known[key] = _Options.of(simulator, *key)
+    options = [known[key] for key in keys]
     ways = _ways([len(option.kinds) for option in options], rng)
     kinds = np.stack([option.kinds[way] for option, way in zip(options, ways.T)], axis=1)  # [ways, tables, ranks]
     off = np.isin(arrays.table, tables)
