@@ -307,6 +307,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
             compute_kernel=FUSED,
             plan_seconds=perf_counter() - begun,
             uncertainty=uncertainty,
+            lower_bound_ms=result.lower_bound_ms,
             search_log=result.log,
             notes=tuple(notes),
         )

@@ -55,7 +55,12 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="NAME_OR_PATH",
         help="auto (default), a shipped model, analytic/PRESET, a folder, or torchrec: its planner's own estimates",
     )
-    plan.add_argument("--timeout", type=_positive_float, metavar="S", help="seconds of search at most")
+    plan.add_argument("--timeout", type=_positive_float, metavar="S", help="seconds of planning, about")
+    plan.add_argument(
+        "--bound",
+        action="store_true",
+        help="with --cost-model torchrec, whose costs add up: prove how far from the best plan this one is at most",
+    )
     plan.add_argument("--seed", type=_seed, default=0, metavar="K", help="seed of the search (default: 0)")
     plan.add_argument(
         "--column-split",

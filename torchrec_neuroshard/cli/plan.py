@@ -41,6 +41,7 @@ from torchrec_neuroshard.costs.model import CostModel, CostModelError, shipped_m
 from torchrec_neuroshard.costs.registry import resolve_cost_model
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.problem import COLUMN_WISE, TABLE_WISE, Pipeline
+from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.workload import Workload, WorkloadError
 
 _GIB = 1024**3
@@ -130,6 +131,10 @@ def read_request(options: argparse.Namespace) -> Request:
         f"{machine.ddr_bytes / _GIB:g} GiB of host memory each; hardware {hardware}; {batch_size} samples per rank",
         file=sys.stderr,
     )
+    if options.bound and (options.cost_model != TORCHREC_COSTS or options.planner != "neuroshard"):
+        raise CliError(
+            "--bound needs costs that add up and our search: give --cost-model torchrec and --planner neuroshard"
+        )
     cost_model = options.cost_model
     if cost_model != TORCHREC_COSTS:
         cost_model = resolve_cost_model(cost_model, options.device, hardware)
@@ -184,6 +189,7 @@ def _plan(request: Request, options: argparse.Namespace) -> PlanOutput:
         predicted_ms=predicted,
         remark=remark,
         uncertainty=report.uncertainty if report is not None else None,
+        lower_bound_ms=report.lower_bound_ms if report is not None else None,
     )
 
 
@@ -211,7 +217,7 @@ def _planner(
         table_stats=workload_model.table_stats(request.workload),
         column_split=options.column_split,
         pipeline=options.pipeline,
-        seed=options.seed,
+        search=SearchConfig(seed=options.seed, prove_bound=options.bound),
     )
 
 

@@ -34,6 +34,7 @@ class PlanOutput:
         memory_bytes: [ranks] (HBM, DDR) bytes by the planner's estimate.
         predicted_ms: the contract's ``predicted_ms``; None when the cost models do not cover the plan.
         remark: why there is no prediction.
+        lower_bound_ms: what every plan costs at least, where that was proved.
         uncertainty: how sure the prediction is; None where nobody can say.
     """
 
@@ -49,6 +50,7 @@ class PlanOutput:
     predicted_ms: dict[str, Any] | None
     remark: str
     uncertainty: PlanUncertainty | None = None
+    lower_bound_ms: float | None = None
 
     def parameters(self) -> dict[str, Any]:
         """Table name -> TorchRec's ``ParameterSharding``, in the workload's order."""
@@ -72,6 +74,7 @@ class PlanOutput:
             "pipeline": self.pipeline,
             "cost_model": dict(self.cost_model),
             "predicted_ms": self.predicted_ms,
+            "lower_bound_ms": self.lower_bound_ms,
             "uncertainty": self.uncertainty.to_json() if self.uncertainty is not None else None,
             "memory_bytes_per_rank": [{"hbm": hbm, "ddr": ddr} for hbm, ddr in self.memory_bytes],
             "tables": {
@@ -111,6 +114,9 @@ def print_tables(output: PlanOutput) -> None:
     predicted = output.predicted_ms
     total = output.remark if predicted is None else f"predicted {predicted['total']:.3f} ms per iteration"
     console.print(f"{total}; cost model {model}", markup=False)
+    if output.lower_bound_ms is not None and output.predicted_ms is not None:
+        gap = output.predicted_ms["total"] / max(output.lower_bound_ms, 1e-12) - 1
+        console.print(f"Proved: at most {gap:.1%} from the best plan that there is, by these costs.", markup=False)
     if output.uncertainty is not None:
         console.print(output.uncertainty.summary(), markup=False)
         for sentence in output.uncertainty.sentences():

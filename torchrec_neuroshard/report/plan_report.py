@@ -35,6 +35,7 @@ class PlanReport:
         cost_model: {"name", "provenance", "hardware"} of the cost model.
         compute_kernel: kernel of every shard.
         plan_seconds: wall time of planning.
+        lower_bound_ms: what every plan costs at least by the same costs, where that was proved.
         search_log: one record per step of the search.
         notes: what the user should know: assumptions made, defaults taken, warnings.
     """
@@ -49,6 +50,7 @@ class PlanReport:
     compute_kernel: str
     plan_seconds: float
     uncertainty: PlanUncertainty | None = None
+    lower_bound_ms: float | None = None
     search_log: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -80,6 +82,7 @@ class PlanReport:
             "pipeline": self.cost.pipeline.value,
             "cost_model": dict(self.cost_model),
             "predicted_ms": {**self.cost.to_json(), "bottleneck_rank": self.cost.bottleneck_rank},
+            "lower_bound_ms": self.lower_bound_ms,
             "uncertainty": None if self.uncertainty is None else self.uncertainty.to_json(),
             "memory_bytes_per_rank": [{"hbm": int(hbm), "ddr": int(ddr)} for hbm, ddr in self.memory_bytes],
             "capacity_bytes_per_rank": [{"hbm": int(hbm), "ddr": int(ddr)} for hbm, ddr in cluster.capacity],
@@ -127,6 +130,9 @@ class PlanReport:
         )
         if self.uncertainty is not None:
             console.print(self.uncertainty.summary(), markup=False)
+        if self.lower_bound_ms is not None:
+            gap = self.cost.total_ms / max(self.lower_bound_ms, 1e-12) - 1
+            console.print(f"Proved: at most {gap:.1%} from the best plan that there is, by these costs.", markup=False)
         for note in self.notes:
             console.print(f"- {note}", markup=False)
         output = console.file

@@ -24,6 +24,7 @@ class SearchConfig:
         repack_rounds: times that a few tables are taken off and put back the best way.
         repack_patience: stop that after so many times in a row that found nothing; few tables, which are cheap to
             put back, get more.
+        prove_bound: where costs add up, also prove how low any plan could be (takes about as long as the search).
         timeout_seconds: stop improving after this long; a plan is returned all the same. None: no limit.
         seed: seeds the repacking, the only random part.
     """
@@ -37,6 +38,7 @@ class SearchConfig:
     refine: bool = True
     repack_rounds: int = 400
     repack_patience: int = 60
+    prove_bound: bool = False
     timeout_seconds: float | None = None
     seed: int = 0
 
@@ -61,9 +63,11 @@ class SearchResult:
         cost: its predicted cost.
         seconds: wall time of the search.
         log: one entry per step: {"step", "seconds", "predicted_ms", "shards"}.
+        lower_bound_ms: what every plan costs at least; None where it was not asked for, or cannot be proved.
     """
 
     placement: Placement
     cost: PlanCost
     seconds: float
     log: tuple[dict[str, Any], ...]
+    lower_bound_ms: float | None = None

@@ -13,6 +13,7 @@ from torchrec_neuroshard.problem import Placement, ShardingProblem
 from torchrec_neuroshard.search.beam import Scored, beam_search, score
 from torchrec_neuroshard.search.config import SearchConfig, SearchResult
 from torchrec_neuroshard.search.feasibility import feasible_placement, placement_of
+from torchrec_neuroshard.search.lower_bound import lower_bound_ms
 from torchrec_neuroshard.search.refine import refine
 from torchrec_neuroshard.search.repack import repack
 from torchrec_neuroshard.search.splits import Splits
@@ -94,7 +95,8 @@ def find_placement(problem: ShardingProblem, objective: Objective, config: Searc
     best = _choose(simulator, finalists)
     cost = simulator.cost(best)
     note("final", cost.total_ms, len(best.shards))
-    return SearchResult(best, cost, elapsed(), tuple(log))
+    bound = lower_bound_ms(simulator) if config.prove_bound and simulator.additive else None
+    return SearchResult(best, cost, elapsed(), tuple(log), bound)
 
 
 def _choose(simulator: PlanSimulator, finalists: list[Placement]) -> Placement:
