@@ -13,8 +13,8 @@ experiments:
     and one trained on all of them together.
 
     taskset -c 0 python -m benchmarks.calibration_transfer \\
-        --records benchmarks/records/amd_epyc_l3_32m/groups.jsonl.xz \\
-        --base-records benchmarks/records/intel_r_xeon_r_processor_l3_480m/groups.jsonl.xz --out DIR
+        --records benchmarks/records/amd_epyc_l2_512k_l3_32m/groups.jsonl.xz \\
+        --base-records benchmarks/records/intel_xeon_l2_2m_l3_480m/groups.jsonl.xz --out DIR
 
 In DIR: ``results.jsonl`` (a line about the run, then one for each trained model), ``transfer.png``, and ``models/``
 with what is trained once. A rerun goes on where a killed one stopped.

@@ -35,7 +35,7 @@ from torchrec_neuroshard.measure.specs import GroupSpec, ShardSpec
 from torchrec_neuroshard.measure.store import read_records
 from torchrec_neuroshard.training.dataset import spec_features
 
-MACHINE = "intel_r_xeon_r_processor_l3_480m"
+MACHINE = "intel_xeon_l2_2m_l3_480m"
 RECORDS = Path(__file__).parent.parent / "benchmarks" / "records" / MACHINE / "groups.jsonl.xz"
 ShareOf = Literal["lookups", "rows"]
 

@@ -153,7 +153,10 @@ def test_no_room_without_json_prints_nothing_on_stdout(workload: Path, capsys: p
         (["--batch-size", "1"], ["--batch-size is 1 ", "is 2"]),
         (["--local-world-size", "3"], ["--local-world-size 3", "--world-size 2"]),
         (["--hardware", "abacus"], ["--hardware 'abacus'", "generic_cpu"]),
-        (["--hardware", "amd_epyc_l3_32m", "--device", "cuda"], ["--hardware amd_epyc_l3_32m", "--device cpu"]),
+        (
+            ["--hardware", "amd_epyc_l2_512k_l3_32m", "--device", "cuda"],
+            ["--hardware amd_epyc_l2_512k_l3_32m", "--device cpu"],
+        ),
         (["--hardware", "h200"], ["--hardware h200", "--device cuda"]),
         (["--cost-model", "nowhere"], ["nowhere"]),
         (["--cost-model", "analytic/abacus"], ["abacus", "generic_cpu"]),

@@ -403,7 +403,8 @@ def test_unreadable_files_are_exit_2(tmp_path: Path, file: Path, capsys: pytest.
     check_refused(capsys, ["absent.jsonl: cannot be read", "measure"], "--records", file, tmp_path / "absent.jsonl")
     check_refused(capsys, [f"{tmp_path}: cannot be read"], "--records", tmp_path)
     cut = tmp_path / "cut.jsonl.xz"
-    records = Path(__file__).parent.parent / "benchmarks" / "records" / "amd_epyc_l3_32m" / "collectives.jsonl.xz"
+    folder = Path(__file__).parent.parent / "benchmarks" / "records" / "amd_epyc_l2_512k_l3_32m"
+    records = folder / "collectives.jsonl.xz"
     cut.write_bytes(records.read_bytes()[:4000])
     check_refused(capsys, ["cut.jsonl.xz: damaged", "restore the file"], "--records", cut)
 

@@ -131,7 +131,7 @@ def test_batched_and_single_queries_make_the_same_plan(seed: int, objective: Obj
 
 
 def test_batched_and_single_queries_agree_for_a_trained_model() -> None:
-    model = CostModel.load("amd_epyc_l3_32m")
+    model = CostModel.load("amd_epyc_l2_512k_l3_32m")
     config = PaperSearchConfig(levels=2, beam_width=2, proposals=2, grid=3)
     problem = paper_task(4, 1)
     single, batched = (paper_search(problem, model, replace(config, batched=each)) for each in (False, True))

@@ -11,6 +11,7 @@ import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Mapping
 
 import torch
 
@@ -131,19 +132,29 @@ def detect_hardware(device: str) -> str:
 
 
 def machine_name(device: str) -> str:
-    """Name of this machine's device as records and shipped models carry it, for example "amd_epyc_l3_32m".
+    """Name of this machine's device as records and shipped models carry it, for example "amd_epyc_l2_1m_l3_32m".
 
     Virtual machines hide which processor they run on ("Intel(R) Xeon(R) Processor" was seen with 300 and with 480 MiB
-    of L3, on which lookups take different times), so a CPU's name has the size of its last cache.
+    of L3, "AMD EPYC" with 512 KiB and with 1 MiB of L2), and lookups take twice as long on one as on the other. So a
+    CPU's name has the sizes of its last two caches.
 
     Args:
         device: "cpu" or "cuda".
     """
     if device == "cuda" and torch.cuda.is_available():
         return _as_name(torch.cuda.get_device_name())
-    sizes = [size for size in (cpu_caches().get(level, "") for level in ("L3", "L2")) if size.endswith("K")]
-    suffix = f"_{'l3' if 'L3' in cpu_caches() else 'l2'}_{int(sizes[0][:-1]) >> 10}m" if sizes else ""
-    return _as_name(cpu_model()) + suffix
+    return processor_name(cpu_model(), cpu_caches())
+
+
+def processor_name(model: str, caches: Mapping[str, str]) -> str:
+    """Name of a processor from its own name and the sizes of its caches, as :func:`cpu_caches` gives them."""
+    name = _as_name(re.sub(r"\(R\)|\(TM\)|\bProcessor\b|\bCPU\b|@.*", " ", model))
+    sizes = [(level, int(caches[level][:-1])) for level in ("L2", "L3") if caches.get(level, "").endswith("K")]
+    return "_".join([name, *(f"{level.lower()}_{_size(kib)}" for level, kib in sizes)])
+
+
+def _size(kib: int) -> str:
+    return f"{kib >> 10}m" if kib >= 1024 else f"{kib}k"
 
 
 def _as_name(text: str) -> str:
