@@ -251,7 +251,7 @@ def test_what_cannot_be_compared_is_said(
     assert main(["--records", str(tmp_path / "none.jsonl"), "--out", str(tmp_path)]) == 2
     assert "none.jsonl" in capsys.readouterr().err
     other = tmp_path / "other.jsonl"
-    other.write_text(some_records.read_text().replace("intel_r_xeon_r_processor", "another"))
+    other.write_text(some_records.read_text().replace(MACHINE, "another"))
     assert main(["--records", str(some_records), str(other), "--out", str(tmp_path)]) == 2
     assert "one kind of machine" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -23,6 +23,7 @@ _NEARLY_AS_GOOD = 1.02  # times the least predicted cost: finalists
 _FINALISTS = 16
 # Shares of a time limit after which splits for a target, and the beam, have had their turn.
 _SHARE_OF_TARGETS, _SHARE_BEFORE_LAST = 0.4, 0.8
+_BALANCED = 5e-4  # relative distance from perfect balance at which a search under additive costs is over
 _PATIENCE_OF_FEW = 800  # tries of repacking, shared out among the tables
 
 
@@ -35,68 +36,115 @@ def find_placement(problem: ShardingProblem, objective: Objective, config: Searc
     Raises:
         InfeasibleError: no placement fits within the allowed splits.
     """
-    config = config or SearchConfig()
-    begun = time.perf_counter()
-    log: list[dict[str, Any]] = []
+    return _Search(problem, objective, config or SearchConfig()).run()
 
-    def elapsed() -> float:
-        return time.perf_counter() - begun
 
-    def until(share: float) -> Callable[[], bool]:
-        return lambda: config.timeout_seconds is not None and elapsed() > share * config.timeout_seconds
+class _Search:
+    """One search: what it has found so far, its log and its clock."""
 
-    out_of_time = until(1.0)
+    def __init__(self, problem: ShardingProblem, objective: Objective, config: SearchConfig) -> None:
+        self._problem, self._config = problem, config
+        self._begun = time.perf_counter()
+        self._simulator = simulate(problem, objective)
+        self._log: list[dict[str, Any]] = []
+        self._finalists: list[Placement] = []
+        self._best = feasible_placement(problem)
+        self._best_ms = self._simulator.cost(self._best).total_ms
+        self._note("feasible", self._best_ms, len(self._best.shards))
 
-    simulator = simulate(problem, objective)
+    def run(self) -> SearchResult:
+        """Improves the feasible placement, as long as there is time and something to find."""
+        bound = None
+        if self._best.shards:
+            starts = self._starts()
+            if not self._done():
+                self._beam(starts)
+                self._repack()
+            self._best = _choose(self._simulator, self._finalists)
+            if self._config.prove_bound and self._simulator.additive:
+                bound = lower_bound_ms(self._simulator)
+        cost = self._simulator.cost(self._best)
+        self._note("final", cost.total_ms, len(self._best.shards))
+        return SearchResult(self._best, cost, self._elapsed(), tuple(self._log), bound)
 
-    def note(step: str, total_ms: float, shards: int) -> None:
-        log.append({"step": step, "seconds": round(elapsed(), 4), "predicted_ms": round(total_ms, 4), "shards": shards})
+    def _starts(self) -> list[Scored]:
+        """Splits to start from, best first, after the best of them was refined."""
+        base = fitting_splits(self._problem)
+        splits = list(dict.fromkeys([base, _splits_of(self._problem, self._best)]))
+        scored = score(self._simulator, splits, self._config)
+        if self._simulator.additive:  # often there is nothing to gain by cuts, and that can be known
+            self._consider("refined first", self._placed(scored[0]) or self._best)
+            if self._done():
+                return scored
+        if not self._out_of_time():
+            targets = [target for target in target_splits(self._simulator, base) if target not in splits]
+            scored += score(self._simulator, targets, self._config, self._until(_SHARE_OF_TARGETS))
+            scored.sort(key=lambda s: s.rating)
+        self._consider("refined start", self._placed(scored[0]) or self._best)
+        return scored
 
-    best = feasible_placement(problem)
-    cost = simulator.cost(best)
-    note("feasible", cost.total_ms, len(best.shards))
-    if not best.shards:
-        return SearchResult(best, cost, elapsed(), tuple(log))
+    def _beam(self, starts: list[Scored]) -> None:
+        """Cuts tables one after another, and refines the best found."""
 
-    def on_level(level: int, scored: Scored) -> None:
-        if np.isfinite(scored.total_ms):  # else no candidate of the level fits in memory
-            note(f"beam level {level}", scored.total_ms, sum(map(len, scored.splits)))
+        def on_level(level: int, scored: Scored) -> None:
+            if np.isfinite(scored.total_ms):  # else no candidate of the level fits in memory
+                self._note(f"beam level {level}", scored.total_ms, sum(map(len, scored.splits)))
 
-    finalists: list[Placement] = []
+        found = beam_search(self._simulator, starts, self._config, self._until(_SHARE_BEFORE_LAST), on_level)
+        for index, scored in enumerate(found, start=1):
+            placement = self._placed(scored)
+            if placement is not None and scored is not starts[0] and not self._out_of_time():
+                self._consider(f"refined {index}", placement)
 
-    def consider(step: str, placement: Placement) -> None:
+    def _repack(self) -> None:
+        """Takes tables off the best placement and puts them back another way, many times."""
+        config = self._config
+        if not config.refine or self._out_of_time():
+            return
+        patience = config.repack_patience + _PATIENCE_OF_FEW // len(self._problem.tables)
+        best, *others = repack(
+            self._simulator, self._best, config.repack_rounds, patience, config.seed, self._out_of_time
+        )
+        self._consider("repacked", best)
+        self._finalists += others
+
+    def _consider(self, step: str, placement: Placement) -> None:
         """Refines a placement; it becomes the best when it is."""
-        nonlocal best, cost
-        if config.refine and not out_of_time():
-            placement = refine(simulator, placement, out_of_time)
-        finalists.append(placement)
-        candidate = simulator.cost(placement)
-        if candidate.total_ms < cost.total_ms:
-            best, cost = placement, candidate
-        note(step, candidate.total_ms, len(placement.shards))
+        if self._config.refine and not self._out_of_time():
+            placement = refine(self._simulator, placement, self._out_of_time)
+        self._finalists.append(placement)
+        total_ms = self._simulator.cost(placement).total_ms
+        if total_ms < self._best_ms:
+            self._best, self._best_ms = placement, total_ms
+        self._note(step, total_ms, len(placement.shards))
 
-    base = fitting_splits(problem)
-    starts = list(dict.fromkeys([base, _splits_of(problem, best)]))
-    scored = score(simulator, starts, config)
-    if not out_of_time():
-        targets = [splits for splits in target_splits(simulator, base) if splits not in starts]
-        scored += score(simulator, targets, config, until(_SHARE_OF_TARGETS))
-    scored.sort(key=lambda s: s.rating)
-    consider("refined start", _placed(problem, scored[0]) or best)
-    for index, found in enumerate(beam_search(simulator, scored, config, until(_SHARE_BEFORE_LAST), on_level)):
-        placement = _placed(problem, found)
-        if placement is not None and found is not scored[0] and not out_of_time():
-            consider(f"refined {index + 1}", placement)
-    if config.refine and not out_of_time():
-        patience = config.repack_patience + _PATIENCE_OF_FEW // len(problem.tables)
-        packed = repack(simulator, best, config.repack_rounds, patience, config.seed, out_of_time)
-        consider("repacked", packed[0])
-        finalists += packed[1:]
-    best = _choose(simulator, finalists)
-    cost = simulator.cost(best)
-    note("final", cost.total_ms, len(best.shards))
-    bound = lower_bound_ms(simulator) if config.prove_bound and simulator.additive else None
-    return SearchResult(best, cost, elapsed(), tuple(log), bound)
+    def _done(self) -> bool:
+        """Whether nothing is left to find: where costs add up, all ranks carry the mean of the whole tables' cost."""
+        if not self._simulator.additive:
+            return False
+        whole = self._simulator.alone((t, table.embedding_dim) for t, table in enumerate(self._problem.tables))
+        return self._best_ms <= float(whole.sum()) / self._problem.cluster.world_size * (1 + _BALANCED)
+
+    def _placed(self, scored: Scored) -> Placement | None:
+        """The greedy placement; None where it does not fit in memory."""
+        if not np.isfinite(scored.total_ms):
+            return None
+        return placement_of(self._problem, scored.splits, scored.placement.ranks)
+
+    def _note(self, step: str, total_ms: float, shards: int) -> None:
+        seconds = round(self._elapsed(), 4)
+        self._log.append({"step": step, "seconds": seconds, "predicted_ms": round(total_ms, 4), "shards": shards})
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._begun
+
+    def _out_of_time(self) -> bool:
+        return self._until(1.0)()
+
+    def _until(self, share: float) -> Callable[[], bool]:
+        """Asks whether that share of the time limit is over."""
+        limit = self._config.timeout_seconds
+        return lambda: limit is not None and self._elapsed() > share * limit
 
 
 def _choose(simulator: PlanSimulator, finalists: list[Placement]) -> Placement:
@@ -112,11 +160,6 @@ def _choose(simulator: PlanSimulator, finalists: list[Placement]) -> Placement:
     if judge is not None:
         close = close[np.argsort([judge.cost(finalists[index]).total_ms for index in close], kind="stable")]
     return finalists[close[0]]
-
-
-def _placed(problem: ShardingProblem, scored: Scored) -> Placement | None:
-    """The greedy placement; None where it does not fit in memory."""
-    return placement_of(problem, scored.splits, scored.placement.ranks) if np.isfinite(scored.total_ms) else None
 
 
 def _splits_of(problem: ShardingProblem, placement: Placement) -> Splits:
