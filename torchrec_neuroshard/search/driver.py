@@ -23,7 +23,8 @@ _NEARLY_AS_GOOD = 1.02  # times the least predicted cost: finalists
 _FINALISTS = 16
 # Shares of a time limit after which splits for a target, and the beam, have had their turn.
 _SHARE_OF_TARGETS, _SHARE_BEFORE_LAST = 0.4, 0.8
-_BALANCED = 5e-4  # relative distance from perfect balance at which a search under additive costs is over
+# Relative distances from perfect balance at which, under additive costs, cuts one by one, and the search, are over.
+_NEARLY_BALANCED, _BALANCED = 5e-3, 5e-4
 _PATIENCE_OF_FEW = 800  # tries of repacking, shared out among the tables
 
 
@@ -57,8 +58,9 @@ class _Search:
         bound = None
         if self._best.shards:
             starts = self._starts()
-            if not self._done():
+            if not self._balanced(_NEARLY_BALANCED):
                 self._beam(starts)
+            if not self._balanced(_BALANCED):
                 self._repack()
             self._best = _choose(self._simulator, self._finalists)
             if self._config.prove_bound and self._simulator.additive:
@@ -74,7 +76,7 @@ class _Search:
         scored = score(self._simulator, splits, self._config)
         if self._simulator.additive:  # often there is nothing to gain by cuts, and that can be known
             self._consider("refined first", self._placed(scored[0]) or self._best)
-            if self._done():
+            if self._balanced(_BALANCED):
                 return scored
         if not self._out_of_time():
             targets = [target for target in target_splits(self._simulator, base) if target not in splits]
@@ -118,12 +120,12 @@ class _Search:
             self._best, self._best_ms = placement, total_ms
         self._note(step, total_ms, len(placement.shards))
 
-    def _done(self) -> bool:
-        """Whether nothing is left to find: where costs add up, all ranks carry the mean of the whole tables' cost."""
+    def _balanced(self, tolerance: float) -> bool:
+        """Whether little is left to find: where costs add up, all ranks carry the mean of the whole tables' cost."""
         if not self._simulator.additive:
             return False
         whole = self._simulator.alone((t, table.embedding_dim) for t, table in enumerate(self._problem.tables))
-        return self._best_ms <= float(whole.sum()) / self._problem.cluster.world_size * (1 + _BALANCED)
+        return self._best_ms <= float(whole.sum()) / self._problem.cluster.world_size * (1 + tolerance)
 
     def _placed(self, scored: Scored) -> Placement | None:
         """The greedy placement; None where it does not fit in memory."""
