@@ -39,7 +39,7 @@ def test_costs_add_up_and_include_communication() -> None:
     assert cost.total_ms == max(parts[:2].sum(), parts[2].sum())
     assert cost.bottleneck_rank == 0
     shares = simulate(problem, objective).shares(placement, cost)
-    assert shares[:, :4] == pytest.approx(parts)
+    assert np.concatenate(shares)[:, :4] == pytest.approx(parts)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -226,14 +226,14 @@ def test_what_cannot_fit_is_an_insufficient_storage_error_with_numbers(
         assert word in str(caught.value)
 
 
-def dp_only() -> dict[str, ParameterConstraints]:
-    return {"t": ParameterConstraints(sharding_types=["data_parallel"])}
-
-
 @pytest.mark.parametrize(
     ("module", "constraints", "words"),
     [
-        (bag_collection(bag_config("t", 100, 64)), dp_only(), ["'t'", "data_parallel", "table_wise"]),
+        (
+            bag_collection(bag_config("t", 100, 64)),
+            {"t": ParameterConstraints(compute_kernels=["fused_uvm"])},
+            ["'t'", "fused_uvm", "row_wise"],
+        ),
         (
             bag_collection(bag_config("t", 100, 64)),
             {"t": ParameterConstraints(sharding_types=["row_wise"])},
@@ -378,7 +378,7 @@ def test_storage_equals_torchrecs_for_even_shards(device: str, optimizer: type[t
     theirs = enumerator.enumerate(model, bag_sharders())
     tables = collect_tables(model, bag_sharders(), constraints, device, 64)
     ours = ShardStorage(
-        tables, EmbeddingEnumerator(topology, 64, constraints), compat.sharder_maps(bag_sharders()), 64, device
+        tables, EmbeddingEnumerator(topology, 64, constraints), compat.sharder_maps(bag_sharders()), 64, device, 4
     )
     compared = 0
     for option in theirs:
@@ -400,7 +400,7 @@ def test_storage_counts_state_that_torchrec_overlooks() -> None:
             apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
         tables = collect_tables(model, sharders, None, "cuda", 64)
         enumerator = EmbeddingEnumerator(topology, 64)
-        return ShardStorage(tables, enumerator, compat.sharder_maps(sharders), 64, "cuda")(0, width)[0]
+        return ShardStorage(tables, enumerator, compat.sharder_maps(sharders), 64, "cuda", 2)(0, width)[0]
 
     plain = bytes_of(bag_sharders(), 32)
     adam = bytes_of(bag_sharders({"optimizer": EmbOptimType.ADAM}), 32)

@@ -20,15 +20,16 @@ from planner_models import (
     plan_json,
 )
 from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_neuroshard import NeuroShardPlanner, TableStats
 from torchrec_neuroshard.adapters.module_tables import collect_tables
 from torchrec_neuroshard.adapters.sharding_plan import sharding_plan
-from torchrec_neuroshard.problem import COLUMN_WISE, TABLE_WISE, Placement, Shard
+from torchrec_neuroshard.problem import COLUMN_WISE, DATA_PARALLEL, ROW_WISE, TABLE_WISE, Placement, Shard
 
 RANKS = 2
 LOCAL_BATCH = 12
@@ -43,6 +44,14 @@ TABLES: dict[str, tuple[int, int, list[str], str, list[tuple[int, int]]]] = {
     "whole": (40, 32, ["e"], COLUMN_WISE, [(0, 32)]),
     "plain": (60, 16, ["f"], TABLE_WISE, [(0, 16)]),
     "plain_too": (30, 24, ["g"], TABLE_WISE, [(1, 24)]),
+}
+# Tables that lie on both ranks, beside one that does not: rows that do not divide evenly, several features.
+SPREAD_TABLES: dict[str, tuple[int, int, list[str], str, list[tuple[int, int]]]] = {
+    "rows": (91, 64, ["a"], ROW_WISE, []),
+    "rows_too": (40, 16, ["b", "c"], ROW_WISE, []),
+    "one_row": (1, 8, ["d"], ROW_WISE, []),
+    "copies": (50, 32, ["e", "f"], DATA_PARALLEL, []),
+    "split": (70, 32, ["g"], COLUMN_WISE, [(1, 16), (0, 16)]),
 }
 
 
@@ -76,40 +85,59 @@ def state_error(sharded: nn.Module, reference: dict[str, torch.Tensor], copy: bo
     """Largest difference of this rank's shards to the reference's weights, and their number; or copies them in."""
     worst, count = 0.0, 0
     for name, tensor in sharded.state_dict().items():
+        if not hasattr(tensor, "local_shards"):  # a replica
+            if copy:
+                tensor.copy_(reference[name])
+            worst = max(worst, float((tensor - reference[name]).abs().max()))
+            count += 1
+            continue
         for shard in tensor.local_shards():
             (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
             expected = reference[name][row : row + rows, column : column + columns]
             if copy:
                 shard.tensor.copy_(expected)
-            worst = max(worst, float((shard.tensor - expected).abs().max()))
-            count += 1
+            if shard.tensor.numel():  # a rank behind the last row of a row-wise table has none
+                worst = max(worst, float((shard.tensor - expected).abs().max()))
+                count += 1
     return worst, count
 
 
-def parity_worker(rank: int, weighted: bool) -> dict[str, Any]:
+class AllTypesSharder(EmbeddingBagCollectionSharder):
+    """Offers row_wise on a CPU too, where TorchRec can run it and does not offer it."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [*super().sharding_types(compute_device_type), ROW_WISE]
+
+
+def parity_worker(rank: int, weighted: bool, spread: bool = False) -> dict[str, Any]:
     torch.manual_seed(7)
-    configs = [bag_config(name, rows, dim, features) for name, (rows, dim, features, _, _) in TABLES.items()]
+    chosen = SPREAD_TABLES if spread else TABLES
+    configs = [bag_config(name, rows, dim, features) for name, (rows, dim, features, _, _) in chosen.items()]
     reference = bag_collection(*configs, weighted=weighted, device="cpu")
     meta = bag_collection(*configs, weighted=weighted)
-    sharders = bag_sharders(SGD)
+    sharders: list[Any] = [AllTypesSharder(fused_params=SGD)]
     tables = collect_tables(meta, sharders, None, "cpu", LOCAL_BATCH)
     shards = []
-    for index, (_, _, _, _, pieces) in enumerate(TABLES.values()):
+    for index, (_, _, _, _, pieces) in enumerate(chosen.values()):
         offset = 0
         for owner, width in pieces:
             shards.append(Shard(index, offset, width, owner))
             offset += width
-    placement = Placement(tuple(shards), tuple(kind for _, _, _, kind, _ in TABLES.values()))
+    placement = Placement(tuple(shards), tuple(kind for _, _, _, kind, _ in chosen.values()))
     plan = sharding_plan(tables, placement, cpu_topology(RANKS), LOCAL_BATCH)
     sharded = DistributedModelParallel(meta, device=torch.device("cpu"), plan=plan, sharders=sharders)
     with torch.no_grad():
         state_error(sharded, reference.state_dict(), copy=True)
 
-    rows_of = {feature: rows for rows, _, features, _, _ in TABLES.values() for feature in features}
+    rows_of = {feature: rows for rows, _, features, _, _ in chosen.values() for feature in features}
     output = columns_of(sharded(random_batch(rank, rows_of, weighted)).wait())
     expected = [columns_of(reference(random_batch(r, rows_of, weighted))) for r in range(RANKS)]
     output_error = float((output - expected[rank]).abs().max().detach())
     loss_of(output).backward()
+    with torch.no_grad():  # replicas have no fused optimizer
+        for parameter in sharded.parameters():
+            if parameter.grad is not None:
+                parameter -= LEARNING_RATE * parameter.grad
 
     # TorchRec averages gradients over ranks; the reference sees the batches of all of them.
     (sum(loss_of(columns) for columns in expected) / RANKS).backward()
@@ -136,6 +164,56 @@ def test_uneven_splits_train_as_the_unsharded_tables(weighted: bool) -> None:
         assert result["weights"] < 1e-5
         assert result["moved"] > 1e-3  # the step changed every table
         assert result["shards"] == owned[rank]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_tables_on_all_ranks_train_as_the_unsharded_ones(weighted: bool) -> None:
+    for result in run_ranks(parity_worker, RANKS, weighted, True):
+        assert result["output"] < 1e-5
+        assert result["weights"] < 1e-5
+        assert result["moved"] > 1e-3
+        assert result["shards"] >= len(SPREAD_TABLES) - 1  # the table of one row is on one rank
+
+
+def spread_worker(rank: int) -> dict[str, Any]:
+    """Plans with our planner where row-wise and replicas are allowed, and trains a step."""
+    hot = bag_config("hot", 20_000, 64, ["a"])
+    model = bag_collection(hot, bag_config("tiny", 12, 16, ["b"]), bag_config("plain", 500, 32, ["c"]))
+    constraints = {"tiny": ParameterConstraints(sharding_types=["data_parallel"])}
+    stats = TableStats({"hot": 400.0, "tiny": 1.0, "plain": 1.0})
+    planner = NeuroShardPlanner(
+        topology=cpu_topology(RANKS),
+        batch_size=LOCAL_BATCH,
+        constraints=constraints,
+        cost_model=ANALYTIC,
+        table_stats=stats,
+        column_split="never",
+        stats=[],
+    )
+    sharders: list[Any] = [AllTypesSharder(fused_params=SGD)]
+    plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
+    sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    loss_of(columns_of(sharded(random_batch(rank, {"a": 20_000, "b": 12, "c": 500})).wait())).backward()
+    assert planner.report is not None
+    return {"plan": plan_json_types(plan), "report": planner.report.to_json(), "text": str(planner.report)}
+
+
+def plan_json_types(plan: Any) -> dict[str, tuple[str, str]]:
+    return {name: (e.sharding_type, e.compute_kernel) for module in plan.plan.values() for name, e in module.items()}
+
+
+def test_the_planner_spreads_a_hot_table_and_what_a_constraint_replicates() -> None:
+    first, second = run_ranks(spread_worker, RANKS)
+    assert first == second
+    assert first["plan"]["hot"] == ("row_wise", "fused")
+    assert first["plan"]["tiny"] == ("data_parallel", "dense")
+    assert first["plan"]["plain"][0] in ("table_wise", "column_wise", "row_wise")
+    shards = first["report"]["tables"]["hot"]["shards"]
+    assert [(shard["rank"], shard["offset"][0], shard["size"]) for shard in shards] == [
+        (0, 0, [10_000, 64]),
+        (1, 10_000, [10_000, 64]),
+    ]
+    assert len(first["report"]["tables"]["tiny"]["shards"]) == RANKS
 
 
 class TwoCollectionsForward(TwoCollections):

@@ -42,7 +42,7 @@ from torchrec_neuroshard.adapters.errors import (
     insufficient_storage,
     to_plain,
 )
-from torchrec_neuroshard.adapters.module_tables import COLUMN_SPLITS, FUSED, ShardableTable, collect_tables
+from torchrec_neuroshard.adapters.module_tables import COLUMN_SPLITS, KERNELS, ShardableTable, collect_tables
 from torchrec_neuroshard.adapters.plan_estimates import set_estimates
 from torchrec_neuroshard.adapters.sharding_plan import one_shard_per_rank, sharding_options
 from torchrec_neuroshard.adapters.split_search import SplitSearch
@@ -57,7 +57,14 @@ from torchrec_neuroshard.costs.hardware import HARDWARE
 from torchrec_neuroshard.costs.model import CostModel, shipped_models
 from torchrec_neuroshard.costs.plan_uncertainty import plan_uncertainty
 from torchrec_neuroshard.costs.registry import resolve_cost_model
-from torchrec_neuroshard.problem import Cluster, InfeasibleError, Pipeline, Placement, ShardingProblem
+from torchrec_neuroshard.problem import (
+    SPREAD_TYPES,
+    Cluster,
+    InfeasibleError,
+    Pipeline,
+    Placement,
+    ShardingProblem,
+)
 from torchrec_neuroshard.report.plan_report import PlanReport
 from torchrec_neuroshard.search import SearchConfig
 
@@ -265,7 +272,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         cluster = planning_cluster(topology, capacity, self._hardware_name(), self._pipeline)
         maps = compat.sharder_maps(sharders)
         objective = self._objective(tables, cluster, maps, notes)
-        storage = ShardStorage(tables, self._enumerator, maps, self._batch_size, cluster.device)
+        storage = ShardStorage(tables, self._enumerator, maps, self._batch_size, cluster.device, cluster.world_size)
         gathered = perf_counter() - begun
         search = SplitSearch(
             tables, cluster, self._batch_size, storage, objective, self._column_split, self._search,
@@ -279,7 +286,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         simulator = simulate(problem, objective)
         cost = simulator.cost(placement)
 
-        options = sharding_options(tables, placement, self._batch_size)
+        options = sharding_options(tables, placement, self._batch_size, cluster.world_size)
         set_estimates(options, placement, simulator, cost)
         for callback in self._callbacks:
             options = callback(options)
@@ -304,7 +311,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
                 "provenance": objective.provenance,
                 "hardware": objective.hardware,
             },
-            compute_kernel=FUSED,
+            compute_kernels=tuple(KERNELS[kind] for kind in placement.sharding_types),
             plan_seconds=perf_counter() - begun,
             uncertainty=uncertainty,
             lower_bound_ms=result.lower_bound_ms,
@@ -320,7 +327,9 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
     ) -> Objective:
         """The costs to minimise, and warnings of what they do not cover."""
         if self._cost_model == TORCHREC_COSTS:
-            return torchrec_objective(tables, self._enumerator, maps, self._batch_size, cluster.hardware)
+            return torchrec_objective(
+                tables, self._enumerator, maps, self._batch_size, cluster.world_size, cluster.hardware
+            )
         cost_model = resolve_cost_model(self._cost_model, cluster.device, cluster.hardware)
         measured_on = cost_model.card.get("hardware", {}).get("device", cluster.device)
         if measured_on != cluster.device:
@@ -444,6 +453,9 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
 def _memory_bytes(problem: ShardingProblem, placement: Placement) -> NDArray[np.float64]:
     """[ranks, 2] bytes of HBM and DDR that a placement's shards take."""
     used = np.zeros((problem.cluster.world_size, 2))
+    for table, kind in enumerate(placement.sharding_types):
+        if kind in SPREAD_TYPES:
+            used += problem.spread_memory(table, kind)
     for shard in placement.shards:
         used[shard.rank] += problem.shard_memory(shard.table, shard.width)
     return used

@@ -5,7 +5,7 @@ Sizes are bytes, times are ms, batch sizes are samples. Arrays over ranks are wr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Iterable, Protocol, Sequence
@@ -17,6 +17,12 @@ from torchrec_neuroshard.access import AccessDistribution
 
 TABLE_WISE = "table_wise"
 COLUMN_WISE = "column_wise"
+ROW_WISE = "row_wise"
+DATA_PARALLEL = "data_parallel"
+
+# Types whose shards a search places one by one, and those that spread a table over all ranks alike.
+COLUMN_TYPES = (TABLE_WISE, COLUMN_WISE)
+SPREAD_TYPES = (ROW_WISE, DATA_PARALLEL)
 
 # FBGEMM needs shard widths that are multiples of this many columns.
 WIDTH_MULTIPLE = 4
@@ -123,7 +129,7 @@ class TableOptions:
     """What a plan may do with one table.
 
     Attributes:
-        sharding_types: allowed types, a subset of (TABLE_WISE, COLUMN_WISE).
+        sharding_types: allowed types, a subset of :data:`COLUMN_TYPES` and :data:`SPREAD_TYPES`.
         min_width: narrowest column shard; the table's whole dim when it must not be split.
     """
 
@@ -131,14 +137,27 @@ class TableOptions:
     min_width: int
 
     def __post_init__(self) -> None:
-        if not self.sharding_types or set(self.sharding_types) - {TABLE_WISE, COLUMN_WISE}:
-            raise ValueError(f"sharding types must be some of table_wise, column_wise: {self.sharding_types}")
+        if not self.sharding_types or set(self.sharding_types) - {*COLUMN_TYPES, *SPREAD_TYPES}:
+            known = ", ".join((*COLUMN_TYPES, *SPREAD_TYPES))
+            raise ValueError(f"sharding types must be some of {known}: {self.sharding_types}")
+
+    @property
+    def spread_types(self) -> tuple[str, ...]:
+        """The allowed types that spread the table over all ranks."""
+        return tuple(kind for kind in self.sharding_types if kind in SPREAD_TYPES)
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether the table may be placed as column shards (a whole table is one)."""
+        return any(kind in COLUMN_TYPES for kind in self.sharding_types)
 
 
 class ShardMemory(Protocol):
     """Bytes of one column shard: weights, optimizer state and buffers.
 
-    One that is faster for many shards at once has a method ``prefetch`` too, which takes (table, width) pairs.
+    One that is faster for many shards at once has a method ``prefetch`` too, which takes (table, width) pairs; one
+    that knows what tables take when they are spread over all ranks has ``spread(table, sharding_type)``, which returns
+    [ranks, 2] bytes.
     """
 
     def __call__(self, table: int, width: int) -> tuple[float, float]:
@@ -158,10 +177,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Placement:
-    """A solution: every column of every table on exactly one rank.
+    """A solution: every column of every table on exactly one rank, or the table on all of them.
 
     Attributes:
-        shards: ordered by (table, offset).
+        shards: ordered by (table, offset); tables of :data:`SPREAD_TYPES` have none: row-wise ones are cut into equal
+            blocks of rows, one on each rank, and data-parallel ones lie whole on every rank.
         sharding_types: [tables] the type each table is written as.
     """
 
@@ -179,6 +199,7 @@ class ShardingProblem:
         cluster: the ranks.
         batch_size: samples per rank.
         memory: bytes of a shard.
+        spread: [tables] the type of tables that are to be spread over all ranks, "" for others; () for none.
     """
 
     tables: tuple[Table, ...]
@@ -186,6 +207,7 @@ class ShardingProblem:
     cluster: Cluster
     batch_size: int
     memory: ShardMemory
+    spread: tuple[str, ...] = ()
     _memory_cache: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -193,6 +215,39 @@ class ShardingProblem:
             raise ValueError(f"{len(self.tables)} tables but {len(self.options)} options")
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be positive, got {self.batch_size}")
+        if self.spread and len(self.spread) != len(self.tables):
+            raise ValueError(f"{len(self.tables)} tables but {len(self.spread)} ways to spread them")
+
+    def spread_as(self, spread: tuple[str, ...]) -> ShardingProblem:
+        """The problem of placing the other tables, once these lie on all ranks and take their memory.
+
+        Args:
+            spread: [tables] a type of :data:`SPREAD_TYPES`, or "" for tables to be placed as columns.
+        """
+        if not any(spread):
+            return self
+        taken = np.sum([self.spread_memory(t, kind) for t, kind in enumerate(spread) if kind], axis=0)
+        return replace(self, spread=spread, cluster=replace(self.cluster, capacity=self.cluster.capacity - taken))
+
+    def spread_memory(self, table: int, sharding_type: str) -> NDArray[np.float64]:
+        """[ranks, 2] bytes of HBM and DDR that a table takes when spread over all ranks.
+
+        Raises:
+            ValueError: the problem's memory does not know.
+        """
+        spread = getattr(self.memory, "spread", None)
+        if spread is None:
+            raise ValueError(f"{type(self.memory).__name__} does not tell what spread tables take")
+        return np.asarray(spread(table, sharding_type), dtype=np.float64)
+
+    def is_spread(self, table: int) -> bool:
+        """Whether the table lies on all ranks, so that there is nothing to place."""
+        return bool(self.spread) and bool(self.spread[table])
+
+    @property
+    def placed_tables(self) -> tuple[int, ...]:
+        """The tables that have to be placed."""
+        return tuple(table for table in range(len(self.tables)) if not self.is_spread(table))
 
     @property
     def global_batch_size(self) -> int:
@@ -214,8 +269,10 @@ class ShardingProblem:
 
     def splittable(self, table: int) -> bool:
         """Whether the table may be cut into two column shards or more."""
-        return COLUMN_WISE in self.options[table].sharding_types and (
-            self.tables[table].embedding_dim >= 2 * self.options[table].min_width
+        return (
+            not self.is_spread(table)
+            and COLUMN_WISE in self.options[table].sharding_types
+            and (self.tables[table].embedding_dim >= 2 * self.options[table].min_width)
         )
 
     def sharding_types(self, split: Sequence[bool]) -> tuple[str, ...]:
@@ -227,10 +284,11 @@ class ShardingProblem:
         """
         split_modules = {table.module for table, is_split in zip(self.tables, split) if is_split}
         types = []
-        for table, option in zip(self.tables, self.options):
-            preferred, other = (
-                (COLUMN_WISE, TABLE_WISE) if table.module in split_modules else (TABLE_WISE, COLUMN_WISE)
-            )
+        for index, (table, option) in enumerate(zip(self.tables, self.options)):
+            if self.is_spread(index):
+                types.append(self.spread[index])
+                continue
+            preferred, other = (COLUMN_WISE, TABLE_WISE) if table.module in split_modules else (TABLE_WISE, COLUMN_WISE)
             types.append(preferred if preferred in option.sharding_types else other)
         return tuple(types)
 
@@ -261,14 +319,14 @@ class ShardingProblem:
     @cached_property
     def group_keys(self) -> tuple[tuple[str, ...], ...]:
         """Distinct keys of fused groups, (module, sharding type, data type, weighted, optimizer), in a fixed order."""
-        pairs = zip(self.tables, self.options)
-        return tuple(sorted({table.group_key(kind) for table, option in pairs for kind in option.sharding_types}))
+        kinds = ((table, kind) for index, table in enumerate(self.tables) for kind in self._types(index))
+        return tuple(sorted({table.group_key(kind) for table, kind in kinds}))
 
     @cached_property
     def lookup_keys(self) -> tuple[tuple[str, str], ...]:
         """Distinct (module, sharding type), in a fixed order: each has its own collectives."""
-        pairs = zip(self.tables, self.options)
-        return tuple(sorted({(table.module, kind) for table, option in pairs for kind in option.sharding_types}))
+        kinds = ((table, kind) for index, table in enumerate(self.tables) for kind in self._types(index))
+        return tuple(sorted({(table.module, kind) for table, kind in kinds}))
 
     @cached_property
     def _group_index(self) -> dict[tuple[str, ...], int]:
@@ -295,7 +353,10 @@ class ShardingProblem:
         return self._lookup_index[(self.tables[table].module, sharding_type)]
 
     def _types(self, table: int) -> tuple[str, ...]:
-        return self.options[table].sharding_types
+        """The types that the table's shards may be written as, given what is spread."""
+        if self.is_spread(table):
+            return (self.spread[table],)
+        return tuple(kind for kind in self.options[table].sharding_types if kind in COLUMN_TYPES)
 
 
 class InfeasibleError(Exception):
@@ -319,7 +380,8 @@ class InfeasibleError(Exception):
 def check_placement(problem: ShardingProblem, placement: Placement) -> list[str]:
     """Independent check of a placement; returns what is wrong with it (empty when nothing is).
 
-    Each column of each table lies on exactly one rank, widths and types are allowed, memory suffices.
+    Each column of each table lies on exactly one rank, or the table on all, widths and types are allowed, memory
+    suffices.
     """
     faults: list[str] = []
     used = np.zeros((problem.cluster.world_size, 2))
@@ -340,9 +402,12 @@ def check_placement(problem: ShardingProblem, placement: Placement) -> list[str]
         pieces[shard.table] += 1
         used[shard.rank] += problem.shard_memory(shard.table, shard.width)
     for index, table in enumerate(problem.tables):
-        if columns[index] != table.embedding_dim:
-            faults.append(f"{table.name}: {columns[index]} of {table.embedding_dim} columns are placed")
         kind = placement.sharding_types[index]
+        expected = 0 if kind in SPREAD_TYPES else table.embedding_dim
+        if columns[index] != expected:
+            faults.append(f"{table.name}: {columns[index]} of {expected} columns are placed")
+        if kind in SPREAD_TYPES:
+            used += problem.spread_memory(index, kind)
         if kind not in problem.options[index].sharding_types:
             faults.append(f"{table.name}: sharding type {kind} is not allowed")
         if kind == TABLE_WISE and pieces[index] > 1:

@@ -20,11 +20,23 @@ from torchrec_neuroshard.adapters.errors import unsupported
 from torchrec_neuroshard.adapters.names import qualified_name, unique_names
 from torchrec_neuroshard.adapters.optimizers import FusedOptimizer, optimizer_of
 from torchrec_neuroshard.adapters.table_stats import TableStats
-from torchrec_neuroshard.problem import COLUMN_WISE, TABLE_WISE, WIDTH_MULTIPLE, Table, TableOptions
+from torchrec_neuroshard.problem import (
+    COLUMN_WISE,
+    DATA_PARALLEL,
+    ROW_WISE,
+    TABLE_WISE,
+    WIDTH_MULTIPLE,
+    Table,
+    TableOptions,
+)
 
 COLUMN_SPLITS = ("auto", "any", "never")
 
 FUSED = EmbeddingComputeKernel.FUSED.value
+DENSE = EmbeddingComputeKernel.DENSE.value
+
+# The sharding types that are planned, each with its kernel.
+KERNELS = {TABLE_WISE: FUSED, COLUMN_WISE: FUSED, ROW_WISE: FUSED, DATA_PARALLEL: DENSE}
 
 # Columns below which a split never pays, for optimizers that do not mind how columns are cut.
 _AUTO_MIN_WIDTH = 16
@@ -51,7 +63,7 @@ class ShardableTable:
         sharder: the sharder of the module.
         parameter: the weights, often on the meta device.
         table: the table as the search sees it.
-        sharding_types: allowed types, a subset of (TABLE_WISE, COLUMN_WISE).
+        sharding_types: allowed types, some of :data:`KERNELS`.
         optimizer: the optimizer fused into its backward pass.
         input_lengths: [inputs] pooling factors as TorchRec's ShardingOption takes them.
         constraints: the user's constraints; None without any.
@@ -178,7 +190,11 @@ def _shardable(
 def _allowed_types(
     table: str, constraint: ParameterConstraints | None, offered: Mapping[str, Sequence[str]]
 ) -> tuple[str, ...]:
-    """Types of ours that the sharder offers, and the constraints allow, with the fused kernel."""
+    """Types that are planned, and that the sharder offers and the constraints allow with their kernel.
+
+    A data-parallel table has no fused optimizer: one that the user gave to the sharder would silently be lost, and the
+    table stay as it is. So only a constraint that names the type allows it.
+    """
     wanted_types = constraint.sharding_types if constraint else None
     wanted_kernels = constraint.compute_kernels if constraint else None
     left = {
@@ -186,7 +202,11 @@ def _allowed_types(
         for kind, kernels in offered.items()
         if not wanted_types or kind in wanted_types
     }
-    allowed = tuple(kind for kind in (TABLE_WISE, COLUMN_WISE) if FUSED in left.get(kind, ()))
+    allowed = tuple(
+        kind
+        for kind, kernel in KERNELS.items()
+        if kernel in left.get(kind, ()) and (kind != DATA_PARALLEL or kind in (wanted_types or ()))
+    )
     if allowed:
         return allowed
     pairs = [f"{kind} with kernel {kernel}" for kind, kernels in left.items() for kernel in kernels]
@@ -200,8 +220,8 @@ def _allowed_types(
     raise unsupported(
         table,
         f"its constraints leave only {', '.join(pairs)}, which is not supported",
-        "Allow table_wise or column_wise with the fused kernel in its ParameterConstraints, "
-        "or plan its module with TorchRec's planner.",
+        "Allow table_wise, column_wise or row_wise with the fused kernel, or data_parallel with the dense one, in its "
+        "ParameterConstraints, or plan its module with TorchRec's planner.",
     )
 
 

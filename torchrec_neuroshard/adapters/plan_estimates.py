@@ -6,7 +6,7 @@ from torchrec.distributed.planner.types import ShardingOption
 
 from torchrec_neuroshard.adapters.compat import make_perf, make_storage
 from torchrec_neuroshard.costs.simulator import PlanCost, PlanSimulator
-from torchrec_neuroshard.problem import Placement
+from torchrec_neuroshard.problem import SPREAD_TYPES, Placement
 
 
 def set_estimates(
@@ -20,11 +20,15 @@ def set_estimates(
         simulator: predicted it.
         cost: its prediction.
     """
-    ordered = sorted(placement.shards, key=lambda shard: (shard.table, shard.offset))
-    shares = iter(simulator.shares(placement, cost).tolist())
-    pieces = (shard for option in options for shard in option.shards)
-    for placed, shard, share in zip(ordered, pieces, shares):
-        forward, backward, forward_comms, backward_comms, input_dist = share
-        shard.perf = make_perf(forward, forward_comms, backward, backward_comms, input_dist)
-        hbm, ddr = simulator.problem.shard_memory(placed.table, placed.width)
-        shard.storage = make_storage(int(hbm), int(ddr))
+    problem = simulator.problem
+    for number, (option, shares) in enumerate(zip(options, simulator.shares(placement, cost))):
+        kind = placement.sharding_types[number]
+        memory = (
+            problem.spread_memory(number, kind)
+            if kind in SPREAD_TYPES
+            else [problem.shard_memory(number, int(shard.size[1])) for shard in option.shards]
+        )
+        for shard, share, (hbm, ddr) in zip(option.shards, shares.tolist(), memory):
+            forward, backward, forward_comms, backward_comms, input_dist = share
+            shard.perf = make_perf(forward, forward_comms, backward, backward_comms, input_dist)
+            shard.storage = make_storage(int(hbm), int(ddr))

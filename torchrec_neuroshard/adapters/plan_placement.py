@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from torchrec.distributed.types import ShardingPlan
 
-from torchrec_neuroshard.adapters.module_tables import FUSED, ShardableTable
+from torchrec_neuroshard.adapters.module_tables import KERNELS, ShardableTable
 from torchrec_neuroshard.problem import (
     COLUMN_WISE,
-    TABLE_WISE,
+    SPREAD_TYPES,
     Cluster,
     Placement,
     Shard,
@@ -19,7 +21,7 @@ from torchrec_neuroshard.problem import (
 )
 
 _TABLE_COLUMN_WISE = "table_column_wise"
-_WRITTEN_AS = {TABLE_WISE: TABLE_WISE, COLUMN_WISE: COLUMN_WISE, _TABLE_COLUMN_WISE: COLUMN_WISE}
+_WRITTEN_AS = {**{kind: kind for kind in KERNELS}, _TABLE_COLUMN_WISE: COLUMN_WISE}
 
 
 class UnsimulatedPlanError(ValueError):
@@ -38,8 +40,8 @@ def simulated_problem(
         batch_size: samples per rank.
 
     Raises:
-        UnsimulatedPlanError: the plan holds something other than table_wise, column_wise and table_column_wise
-            with the fused kernel.
+        UnsimulatedPlanError: the plan holds something other than table_wise, column_wise, table_column_wise and
+            row_wise with the fused kernel, and data_parallel with the dense one.
     """
     shards: list[Shard] = []
     types: list[str] = []
@@ -47,7 +49,7 @@ def simulated_problem(
     for index, entry in enumerate(tables):
         sharding: Any = (plan.get_plan_for_module(entry.module_path) or {})[entry.name]
         kind, kernel = sharding.sharding_type, sharding.compute_kernel
-        if kind not in _WRITTEN_AS or kernel != FUSED:
+        if KERNELS.get(_WRITTEN_AS.get(kind, "")) != kernel:
             raise UnsimulatedPlanError(
                 f"table {entry.name!r} is {kind} with kernel {kernel}, which the cost models do not cover yet"
             )
@@ -55,11 +57,28 @@ def simulated_problem(
         # table_column_wise runs column_wise's code, but as a lookup of its own, with its own TBE and collectives.
         module = f"{entry.table.module}/{kind}" if kind == _TABLE_COLUMN_WISE else entry.table.module
         simulated.append(replace(entry.table, module=module))
+        if kind in SPREAD_TYPES:
+            continue
         pieces = zip(sharding.sharding_spec.shards, sharding.ranks)
         shards += sorted(
             (Shard(index, piece.shard_offsets[1], piece.shard_sizes[1], rank) for piece, rank in pieces),
             key=lambda shard: shard.offset,
         )
-    options = (TableOptions((TABLE_WISE, COLUMN_WISE), 1),) * len(tables)
-    problem = ShardingProblem(tuple(simulated), options, cluster, batch_size, lambda table, width: (0.0, 0.0))
+    options = (TableOptions(tuple(KERNELS), 1),) * len(tables)
+    memory = _NoMemory(cluster.world_size)
+    problem = ShardingProblem(tuple(simulated), options, cluster, batch_size, memory)
     return problem, Placement(tuple(shards), tuple(types))
+
+
+class _NoMemory:
+    """Shards that take nothing, so that any plan fits."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def __call__(self, table: int, width: int) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def spread(self, table: int, sharding_type: str) -> NDArray[np.float64]:
+        """[ranks, 2] zeros."""
+        return np.zeros((self._ranks, 2))

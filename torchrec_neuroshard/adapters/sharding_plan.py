@@ -7,10 +7,11 @@ from typing import Any, Sequence
 from torchrec.distributed.planner.planners import to_sharding_plan
 from torchrec.distributed.planner.types import Shard as TorchRecShard
 from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ShardingPlan
 
-from torchrec_neuroshard.adapters.module_tables import FUSED, ShardableTable
-from torchrec_neuroshard.problem import COLUMN_WISE, TABLE_WISE, Placement, Shard, ShardingProblem
+from torchrec_neuroshard.adapters.module_tables import KERNELS, ShardableTable
+from torchrec_neuroshard.problem import COLUMN_WISE, SPREAD_TYPES, TABLE_WISE, Placement, Shard, ShardingProblem
 
 # Constraints that a plan carries over to the kernels, as TorchRec's enumerator does.
 _CARRIED = (
@@ -27,7 +28,7 @@ _CARRIED = (
 def sharding_option(
     entry: ShardableTable, sharding_type: str, shards: Sequence[Shard], batch_size: int
 ) -> ShardingOption:
-    """TorchRec's description of one table's shards, ranks included.
+    """TorchRec's description of the column shards of one table, ranks included.
 
     Args:
         entry: the table.
@@ -35,21 +36,43 @@ def sharding_option(
         shards: its shards in column order.
         batch_size: samples per rank.
     """
+    rows = entry.table.num_embeddings
+    pieces = [TorchRecShard(size=[rows, shard.width], offset=[0, shard.offset], rank=shard.rank) for shard in shards]
+    return _option(entry, sharding_type, pieces, batch_size)
+
+
+def spread_option(entry: ShardableTable, sharding_type: str, batch_size: int, world_size: int) -> ShardingOption:
+    """TorchRec's description of a table that lies on all ranks, cut as TorchRec's run time cuts it.
+
+    Args:
+        entry: the table.
+        sharding_type: row_wise or data_parallel.
+        batch_size: samples per rank.
+        world_size: ranks.
+    """
+    sizes, offsets = calculate_shard_sizes_and_offsets(entry.parameter, world_size, world_size, sharding_type)
+    pieces = [
+        TorchRecShard(size=list(size), offset=list(offset), rank=rank)
+        for rank, (size, offset) in enumerate(zip(sizes, offsets))
+    ]
+    return _option(entry, sharding_type, pieces, batch_size)
+
+
+def _option(entry: ShardableTable, sharding_type: str, shards: list[TorchRecShard], batch_size: int) -> ShardingOption:
     carried: dict[str, Any] = {}
     if entry.constraints is not None:
         values = {name: getattr(entry.constraints, name, None) for name in _CARRIED}
         carried = {name: value for name, value in values.items() if value is not None}
-    rows = entry.table.num_embeddings
     return ShardingOption(
         name=entry.name,
         tensor=entry.parameter,
         module=(entry.module_path, entry.module),
         input_lengths=list(entry.input_lengths),
         batch_size=batch_size,
-        compute_kernel=FUSED,
+        compute_kernel=KERNELS[sharding_type],
         sharding_type=sharding_type,
-        partition_by="device",
-        shards=[TorchRecShard(size=[rows, shard.width], offset=[0, shard.offset], rank=shard.rank) for shard in shards],
+        partition_by="uniform" if sharding_type in SPREAD_TYPES else "device",
+        shards=shards,
         is_pooled=True,
         **carried,
     )
@@ -95,13 +118,17 @@ def one_shard_per_rank(problem: ShardingProblem, placement: Placement) -> Placem
     return Placement(tuple(shards), problem.sharding_types([count > 1 for count in counts]))
 
 
-def sharding_options(tables: Sequence[ShardableTable], placement: Placement, batch_size: int) -> list[ShardingOption]:
+def sharding_options(
+    tables: Sequence[ShardableTable], placement: Placement, batch_size: int, world_size: int
+) -> list[ShardingOption]:
     """One option per table: what TorchRec's planner calls its best plan."""
     shards: list[list[Shard]] = [[] for _ in tables]
     for shard in sorted(placement.shards, key=lambda shard: (shard.table, shard.offset)):
         shards[shard.table].append(shard)
     return [
-        sharding_option(entry, kind, pieces, batch_size)
+        spread_option(entry, kind, batch_size, world_size)
+        if kind in SPREAD_TYPES
+        else sharding_option(entry, kind, pieces, batch_size)
         for entry, kind, pieces in zip(tables, placement.sharding_types, shards)
     ]
 
@@ -110,4 +137,4 @@ def sharding_plan(
     tables: Sequence[ShardableTable], placement: Placement, topology: Topology, batch_size: int
 ) -> ShardingPlan:
     """The plan that ``DistributedModelParallel`` takes, for a placement of the tables."""
-    return to_sharding_plan(sharding_options(tables, placement, batch_size), topology)
+    return to_sharding_plan(sharding_options(tables, placement, batch_size, topology.world_size), topology)

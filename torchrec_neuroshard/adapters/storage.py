@@ -14,6 +14,7 @@ from torchrec.distributed.planner.shard_estimators import _get_optimizer_multipl
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
+    ShardingOption,
     StorageReservation,
     Topology,
 )
@@ -21,7 +22,8 @@ from torchrec.distributed.types import ModuleSharder
 
 from torchrec_neuroshard.adapters.compat import estimators_of, populate_estimates
 from torchrec_neuroshard.adapters.module_tables import ShardableTable
-from torchrec_neuroshard.adapters.sharding_plan import option_of_widths
+from torchrec_neuroshard.adapters.sharding_plan import option_of_widths, spread_option
+from torchrec_neuroshard.problem import ROW_WISE
 
 
 class ShardStorage:
@@ -36,6 +38,7 @@ class ShardStorage:
         sharder_maps: what :func:`compat.sharder_maps` made of the sharders.
         batch_size: samples per rank.
         device: "cuda" or "cpu".
+        world_size: ranks.
     """
 
     def __init__(
@@ -45,12 +48,15 @@ class ShardStorage:
         sharder_maps: Mapping[str, Any],
         batch_size: int,
         device: str,
+        world_size: int,
     ) -> None:
         self._tables = tables
         self._enumerator = enumerator
         self._sharder_maps = dict(sharder_maps)
         self._batch_size = batch_size
         self._on_device = device != "cpu"
+        self._world_size = world_size
+        self._spread: dict[tuple[int, str], NDArray[np.float64]] = {}
         self._estimators = estimators_of(enumerator, EmbeddingStorageEstimator)
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
@@ -68,25 +74,51 @@ class ShardStorage:
         if not widths:
             return
         options = [option_of_widths(self._tables[table], wanted, self._batch_size) for table, wanted in widths.items()]
+        self._estimate(options)
+        for table, option in zip(widths, options):
+            for shard in option.shards:
+                assert shard.storage is not None  # estimated
+                hbm, ddr = self.overlooked_state(table, shard.size[1])
+                self._known[table, shard.size[1]] = float(shard.storage.hbm + hbm), float(shard.storage.ddr + ddr)
+
+    def spread(self, table: int, sharding_type: str) -> NDArray[np.float64]:
+        """[ranks, 2] bytes of HBM and DDR of a table that lies on all ranks, row-wise or data-parallel."""
+        if (table, sharding_type) not in self._spread:
+            option = spread_option(self._tables[table], sharding_type, self._batch_size, self._world_size)
+            self._estimate([option])
+            rows = []
+            for shard in option.shards:
+                assert shard.storage is not None  # estimated
+                hbm = ddr = 0
+                if sharding_type == ROW_WISE:  # the state of replicas is the dense optimizer's
+                    hbm, ddr = self.overlooked_state(table, shard.size[1], shard.size[0])
+                rows.append((float(shard.storage.hbm + hbm), float(shard.storage.ddr + ddr)))
+            self._spread[table, sharding_type] = np.asarray(rows)
+        return self._spread[table, sharding_type]
+
+    def _estimate(self, options: list[ShardingOption]) -> None:
+        """Lets TorchRec estimate the storage of the options' shards."""
         if self._estimators:
             for estimator in self._estimators:
                 estimator.estimate(options, **self._sharder_maps)
         else:
             populate_estimates(self._enumerator, options, self._sharder_maps)
-        for table, option in zip(widths, options):
-            for shard in option.shards:
-                if shard.storage is None:
-                    raise ValueError(
-                        f"{type(self._enumerator).__name__} does not estimate storage; "
-                        "give an enumerator with an EmbeddingStorageEstimator"
-                    )
-                hbm, ddr = self.overlooked_state(table, shard.size[1])
-                self._known[table, shard.size[1]] = float(shard.storage.hbm + hbm), float(shard.storage.ddr + ddr)
+        if any(shard.storage is None for option in options for shard in option.shards):
+            raise ValueError(
+                f"{type(self._enumerator).__name__} does not estimate storage; "
+                "give an enumerator with an EmbeddingStorageEstimator"
+            )
 
-    def overlooked_state(self, table: int, width: int) -> tuple[int, int]:
-        """(HBM, DDR) bytes of optimizer state that TorchRec's estimator does not charge for a shard."""
+    def overlooked_state(self, table: int, width: int, rows: int | None = None) -> tuple[int, int]:
+        """(HBM, DDR) bytes of optimizer state that TorchRec's estimator does not charge for a shard.
+
+        Args:
+            table: number of the table.
+            width: columns of the shard.
+            rows: its rows; None for all of the table's.
+        """
         entry = self._tables[table]
-        rows = entry.table.num_embeddings
+        rows = entry.table.num_embeddings if rows is None else rows
         charged = 0
         optimizer_class = getattr(entry.parameter, "_optimizer_classes", [None])[0]
         if optimizer_class is not None:

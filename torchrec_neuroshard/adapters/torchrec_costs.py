@@ -11,11 +11,11 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
-from torchrec.distributed.planner.types import Enumerator, Perf
+from torchrec.distributed.planner.types import Enumerator, Perf, ShardingOption
 
 from torchrec_neuroshard.adapters.compat import estimators_of, populate_estimates
 from torchrec_neuroshard.adapters.module_tables import ShardableTable
-from torchrec_neuroshard.adapters.sharding_plan import option_of_widths
+from torchrec_neuroshard.adapters.sharding_plan import option_of_widths, spread_option
 from torchrec_neuroshard.costs.additive_simulator import AdditiveObjective
 
 NAME = "torchrec"
@@ -26,6 +26,7 @@ def torchrec_objective(
     enumerator: Enumerator,
     sharder_maps: Mapping[str, Any],
     batch_size: int,
+    world_size: int,
     hardware: str,
 ) -> AdditiveObjective:
     """What a search takes to minimise TorchRec's own rating.
@@ -35,26 +36,53 @@ def torchrec_objective(
         enumerator: its performance estimator is asked.
         sharder_maps: what :func:`compat.sharder_maps` made of the sharders.
         batch_size: samples per rank.
+        world_size: ranks.
         hardware: for the report; TorchRec's constants are those of the topology.
     """
-    estimators = estimators_of(enumerator, EmbeddingPerfEstimator)
+    costs = _TorchRecCosts(tables, enumerator, sharder_maps, batch_size, world_size)
+    return AdditiveObjective(NAME, costs, "analytic", hardware)
 
-    def shard_costs(shards: list[tuple[int, int]]) -> NDArray[np.float64]:
+
+class _TorchRecCosts:
+    """Costs of shards by the enumerator's performance estimators."""
+
+    def __init__(
+        self,
+        tables: Sequence[ShardableTable],
+        enumerator: Enumerator,
+        sharder_maps: Mapping[str, Any],
+        batch_size: int,
+        world_size: int,
+    ) -> None:
+        self._tables, self._enumerator, self._maps = tables, enumerator, sharder_maps
+        self._batch_size, self._world_size = batch_size, world_size
+        self._estimators = estimators_of(enumerator, EmbeddingPerfEstimator)
+
+    def __call__(self, shards: list[tuple[int, int]]) -> NDArray[np.float64]:
         widths: dict[int, list[int]] = {}
         for table, width in shards:
             widths.setdefault(table, []).append(width)
-        options = [option_of_widths(tables[table], of_table, batch_size) for table, of_table in widths.items()]
-        if estimators:
-            for estimator in estimators:
-                estimator.estimate(options, **sharder_maps)
-        else:
-            populate_estimates(enumerator, options, sharder_maps)
+        options = [
+            option_of_widths(self._tables[table], of_table, self._batch_size) for table, of_table in widths.items()
+        ]
+        self._estimate(options)
         perfs = {
             (table, int(shard.size[1])): shard.perf for table, option in zip(widths, options) for shard in option.shards
         }
         return np.asarray([_parts(perfs[shard]) for shard in shards])
 
-    return AdditiveObjective(NAME, shard_costs, "analytic", hardware)
+    def spread(self, table: int, sharding_type: str) -> NDArray[np.float64]:
+        """[ranks, PARTS] ms of a table that lies on all ranks."""
+        option = spread_option(self._tables[table], sharding_type, self._batch_size, self._world_size)
+        self._estimate([option])
+        return np.asarray([_parts(shard.perf) for shard in option.shards])
+
+    def _estimate(self, options: list[ShardingOption]) -> None:
+        if self._estimators:
+            for estimator in self._estimators:
+                estimator.estimate(options, **self._maps)
+        else:
+            populate_estimates(self._enumerator, options, self._maps)
 
 
 def _parts(perf: Perf | None) -> tuple[float, float, float, float]:

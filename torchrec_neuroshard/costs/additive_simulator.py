@@ -15,13 +15,17 @@ from numpy.typing import NDArray
 
 from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.costs.simulator import PlanCost, PlanSimulator, ShardCost
-from torchrec_neuroshard.problem import Placement, ShardingProblem
+from torchrec_neuroshard.problem import SPREAD_TYPES, Placement, ShardingProblem
 
 PARTS = ("forward", "backward", "forward_comms", "backward_comms")
 
 
 class ShardCosts(Protocol):
-    """Costs of single shards."""
+    """Costs of single shards.
+
+    Where tables may lie on all ranks, it has a method ``spread(table, sharding_type)`` too, which returns [ranks,
+    PARTS] ms.
+    """
 
     def __call__(self, shards: list[tuple[int, int]]) -> NDArray[np.float64]:
         """Returns [shards, PARTS] ms of shards given as (table, width)."""
@@ -72,6 +76,16 @@ class AdditiveSimulator(PlanSimulator):
     def _contributions(self, pairs: list[tuple[int, int]]) -> NDArray[np.float64]:
         return self.objective.shard_costs(pairs)
 
+    @property
+    def _spread_collectives(self) -> None:
+        """Theirs are part of the costs."""
+
+    def _spread_contributions(self, table: int, kind: str) -> NDArray[np.float64]:
+        spread = getattr(self.objective.shard_costs, "spread", None)
+        if spread is None:
+            raise ValueError(f"the costs {self.objective.name!r} do not tell what {kind} tables cost")
+        return np.asarray(spread(table, kind))
+
     def group_ms(self, z: NDArray[np.float64]) -> NDArray[np.float64]:
         """[..., 2] forward and backward ms, communication included, of sums ``z`` [..., PARTS]."""
         return z[..., :2] + z[..., 2:]
@@ -86,17 +100,25 @@ class AdditiveSimulator(PlanSimulator):
 
     def cost(self, placement: Placement) -> PlanCost:
         """The placement's cost, with a breakdown by rank."""
+        simulator = self.of(placement)
+        if simulator is not self:
+            return simulator.cost(placement)
         parts = self.group_sums(placement).z.sum(axis=1)
         forward, backward, forward_comms, backward_comms = parts.T.copy()
         total = float(parts.sum(axis=1).max(initial=0.0))
         pipeline = self.problem.cluster.pipeline
         return PlanCost(total, forward, backward, forward_comms, backward_comms, np.zeros(len(parts)), pipeline)
 
-    def shares(self, placement: Placement, cost: PlanCost) -> NDArray[np.float64]:
-        """[shards, 5] the parts of each shard; the input collective costs nothing."""
+    def shares(self, placement: Placement, cost: PlanCost) -> list[NDArray[np.float64]]:
+        """For each table, [shards, 5] the parts of its shards; the input collective costs nothing."""
+        result: list[list[NDArray[np.float64]]] = [[] for _ in self.problem.tables]
         shards = sorted(placement.shards, key=lambda s: (s.table, s.offset))
-        parts = self._parts((s.table, s.width) for s in shards)
-        return np.concatenate([parts, np.zeros((len(parts), 1))], axis=1)
+        for shard, parts in zip(shards, self._parts((s.table, s.width) for s in shards)):
+            result[shard.table].append(parts)
+        for index, kind in enumerate(placement.sharding_types):
+            if kind in SPREAD_TYPES:
+                result[index] += list(self._spread_z(index, kind))
+        return [np.pad(np.asarray(parts).reshape(-1, len(PARTS)), ((0, 0), (0, 1))) for parts in result]
 
     def shard_cost(self, table: int, width: int) -> ShardCost:
         """The parts of one shard."""

@@ -41,6 +41,7 @@ _IGNORED = 1e30  # scale of an input that never changes
 
 _CHUNK = 1 << 15  # ranks of calls priced at a time, which bounds memory
 
+
 class CollectiveNet(nn.Module):
     """Networks whose residuals are averaged, evaluated together.
 

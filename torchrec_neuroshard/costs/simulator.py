@@ -8,16 +8,19 @@ model is the same for every plan and is left out.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrec_neuroshard.costs.collective_model import CollectiveModel
 from torchrec_neuroshard.costs.collective_traffic import Traffic
 from torchrec_neuroshard.costs.features import ShardFeatures, ShardWork, shard_features
 from torchrec_neuroshard.costs.model import CostModel
-from torchrec_neuroshard.problem import Pipeline, Placement, ShardingProblem
+from torchrec_neuroshard.costs.spread import Background, spread_work
+from torchrec_neuroshard.problem import SPREAD_TYPES, Pipeline, Placement, ShardingProblem
 
 _ID_BYTES = 8  # KJT values travel as int64
 _FLOATS_PER_ID = _ID_BYTES / 4
@@ -126,7 +129,8 @@ class PlanSimulator:
     """Predicts plans of one problem with one cost model.
 
     Shards are registered once as *kinds*, (table, width) pairs, whose contributions to group sums, widths
-    and memory are kept in arrays indexed by kind.
+    and memory are kept in arrays indexed by kind. Tables that the problem spreads over all ranks are there before any
+    shard (:class:`~torchrec_neuroshard.costs.spread.Background`).
     """
 
     def __init__(self, problem: ShardingProblem, model: CostModel) -> None:
@@ -139,12 +143,49 @@ class PlanSimulator:
         """Sets up without any kinds."""
         self.problem = problem
         self._kinds: dict[tuple[int, int], int] = {}
+        self._spread: dict[tuple[int, str], NDArray[np.float64]] = {}
+        self._background: Background | None = None
         self.z = np.zeros((0, z_dim))  # [kinds, z_dim]
         self.widths = np.zeros(0, dtype=np.int64)  # [kinds]
         self.memory = np.zeros((0, 2))  # [kinds, 2] bytes of HBM and DDR
         self.columns = np.zeros(0)  # [kinds] output columns: width x features
         self.ids = np.zeros(0)  # [kinds] ids per sample
         self.alone_ms = np.zeros((0, 2))  # [kinds, 2] forward and backward when alone on a rank
+
+    def spread_as(self, spread: tuple[str, ...]) -> PlanSimulator:
+        """A simulator of the same problem with these tables on all ranks; what is known of kinds goes with it.
+
+        Args:
+            spread: [tables] as ``ShardingProblem.spread_as`` takes it; of the problem without any spread.
+        """
+        if tuple(spread) == self.problem.spread or not any((*spread, *self.problem.spread)):
+            return self
+        if any(self.problem.spread):
+            raise ValueError("spread the tables of the problem itself, not of one that has some spread already")
+        other = copy.copy(self)
+        other._kinds, other._background = dict(self._kinds), None
+        other.problem = self.problem.spread_as(spread)
+        return other
+
+    @property
+    def background(self) -> Background:
+        """What the tables that lie on all ranks put there."""
+        if self._background is None:
+            self._background = Background.of(self.problem, self.z.shape[1], self._spread_z, self._spread_collectives)
+        return self._background
+
+    @property
+    def _spread_collectives(self) -> CollectiveModel | None:
+        return self._collectives
+
+    def _spread_z(self, table: int, kind: str) -> NDArray[np.float64]:
+        """[ranks, z_dim] contributions of a table that lies on all ranks, remembered."""
+        if (table, kind) not in self._spread:
+            self._spread[table, kind] = self._spread_contributions(table, kind)
+        return self._spread[table, kind]
+
+    def _spread_contributions(self, table: int, kind: str) -> NDArray[np.float64]:
+        return self.model.groups.contributions(shard_features(spread_work(self.problem, table, kind)))
 
     def kinds(self, shards: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
         """Indices of (table, width) pairs, registering new ones in the order given."""
@@ -216,7 +257,7 @@ class PlanSimulator:
         backward = np.tile([False, True], plans * lookups)
         local = self.problem.cluster.local_world_size
         ms = self._collectives.all_to_alls(self.problem.batch_size, calls, backward, local)
-        return ms.reshape(plans, lookups, 2).sum(axis=1)
+        return ms.reshape(plans, lookups, 2).sum(axis=1) + self.background.comms_ms
 
     def input_dist_ms(self, ids: NDArray[np.float64]) -> NDArray[np.float64]:
         """[plans] ms of the input all-to-alls, by the collective prior.
@@ -261,9 +302,9 @@ class PlanSimulator:
         problem, ranks = self.problem, self.problem.cluster.world_size
         shards = sorted(placement.shards, key=lambda s: (s.table, s.offset))
         kinds = self.kinds((s.table, s.width) for s in shards)
-        sums = np.zeros((ranks, len(problem.group_keys), self.z.shape[1]))
+        sums = self.background.sums.copy()
         columns = np.zeros((1, len(problem.lookup_keys), ranks))
-        ids = np.zeros_like(columns)
+        ids = self.background.ids[None].copy()
         for shard, kind in zip(shards, kinds):
             sharding_type = placement.sharding_types[shard.table]
             sums[shard.rank, problem.group_of(shard.table, sharding_type)] += self.z[kind]
@@ -272,8 +313,15 @@ class PlanSimulator:
             ids[0, lookup, shard.rank] += self.ids[kind]
         return PlacementSums(sums, columns, ids)
 
+    def of(self, placement: Placement) -> PlanSimulator:
+        """The simulator with those tables on all ranks that the placement has there."""
+        return self.spread_as(tuple(kind if kind in SPREAD_TYPES else "" for kind in placement.sharding_types))
+
     def cost(self, placement: Placement) -> PlanCost:
         """Predicts a placement, with a breakdown by rank."""
+        simulator = self.of(placement)
+        if simulator is not self:
+            return simulator.cost(placement)
         problem, ranks = self.problem, self.problem.cluster.world_size
         of = self.group_sums(placement)
         rank_ms = self.group_ms(of.z).sum(axis=1)
@@ -288,23 +336,41 @@ class PlanSimulator:
             problem.cluster.pipeline,
         )
 
-    def shares(self, placement: Placement, cost: PlanCost) -> NDArray[np.float64]:
-        """[shards, 5] ms of each shard, by (table, offset), as parts of what is predicted for its rank.
+    def shares(self, placement: Placement, cost: PlanCost) -> list[NDArray[np.float64]]:
+        """For each table, [shards, 5] ms of its shards by offset (by rank, where it lies on all of them).
 
-        Columns are forward, backward, their communication, and the input collective. Compute is shared out by what
-        shards cost alone, collectives by columns and by ids.
+        Columns are forward, backward, their communication, and the input collective, as parts of what is predicted for
+        the rank: compute is shared out by what shards cost alone, collectives by columns and by ids.
         """
-        shards = sorted(placement.shards, key=lambda s: (s.table, s.offset))
-        kinds = self.kinds((s.table, s.width) for s in shards)
-        rank = np.asarray([s.rank for s in shards], dtype=np.int64)
+        simulator = self.of(placement)
+        rank, table, amount = simulator._amounts(placement)
         of_rank = np.stack(
             [cost.forward_ms, cost.backward_ms, cost.forward_comms_ms, cost.backward_comms_ms, cost.input_dist_ms], 1
         )
-        columns, ids = self.columns[kinds, None], self.ids[kinds, None]
-        amount = np.concatenate([self.alone_ms[kinds], columns, columns, ids], axis=1)
         total = np.zeros_like(of_rank)
         np.add.at(total, rank, amount)
-        return amount * (of_rank / np.where(total > 0, total, 1.0))[rank]
+        parts = amount * (of_rank / np.where(total > 0, total, 1.0))[rank]
+        return [parts[table == index] for index in range(len(self.problem.tables))]
+
+    def _amounts(self, placement: Placement) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+        """[shards] rank and table, and [shards, 5] what each would cost alone, its columns (twice) and its ids."""
+        shards = sorted(placement.shards, key=lambda s: (s.table, s.offset))
+        kinds = self.kinds((s.table, s.width) for s in shards)
+        columns, ids = self.columns[kinds, None], self.ids[kinds, None]
+        parts = [np.concatenate([self.alone_ms[kinds], columns, columns, ids], axis=1)]
+        rank, table = [s.rank for s in shards], [s.table for s in shards]
+        ranks = self.problem.cluster.world_size
+        for index, kind in enumerate(self.problem.spread):
+            if kind:
+                of_table = self.problem.tables[index]
+                each = np.full((ranks, 1), of_table.embedding_dim * of_table.num_features / ranks)
+                looked_up = np.asarray([[work.pooling_factor] for work in spread_work(self.problem, index, kind)])
+                parts.append(
+                    np.concatenate([self.group_ms(self._spread_z(index, kind)), each, each, looked_up], axis=1)
+                )
+                rank += range(ranks)
+                table += [index] * ranks
+        return np.asarray(rank, dtype=np.int64), np.asarray(table, dtype=np.int64), np.concatenate(parts)
 
     def shard_cost(self, table: int, width: int) -> ShardCost:
         """Predicts one shard alone: its TBE alone on a rank, its share of traffic against idle peers."""

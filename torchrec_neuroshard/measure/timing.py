@@ -93,9 +93,7 @@ class RepetitionPolicy:
     relative_error: float = 0.02
 
 
-def repeat(
-    step: Callable[[int], list[float]], policy: RepetitionPolicy
-) -> list[list[float]]:
+def repeat(step: Callable[[int], list[float]], policy: RepetitionPolicy) -> list[list[float]]:
     """Repeats ``step(repetition) -> laps in ms`` as the policy says; returns [repetitions][laps]."""
     begun = time.perf_counter()
     for index in range(policy.warmup):

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from torchrec_neuroshard.costs.plan_uncertainty import PlanUncertainty
+from torchrec_neuroshard.costs.row_wise import row_blocks
 from torchrec_neuroshard.costs.simulator import PlanCost
-from torchrec_neuroshard.problem import Cluster, Placement, Table
+from torchrec_neuroshard.problem import DATA_PARALLEL, ROW_WISE, SPREAD_TYPES, Cluster, Placement, Table
 
 SCHEMA_VERSION = 1
 _GIB = 1024**3
@@ -33,7 +34,7 @@ class PlanReport:
         cost: predicted ms per rank and part, and per iteration.
         uncertainty: how sure the prediction is; None where the cost model cannot say.
         cost_model: {"name", "provenance", "hardware"} of the cost model.
-        compute_kernel: kernel of every shard.
+        compute_kernels: [tables] kernel of each table's shards.
         plan_seconds: wall time of planning.
         lower_bound_ms: what every plan costs at least by the same costs, where that was proved.
         search_log: one record per step of the search.
@@ -47,7 +48,7 @@ class PlanReport:
     memory_bytes: NDArray[np.float64]
     cost: PlanCost
     cost_model: dict[str, str]
-    compute_kernel: str
+    compute_kernels: tuple[str, ...]
     plan_seconds: float
     uncertainty: PlanUncertainty | None = None
     lower_bound_ms: float | None = None
@@ -57,8 +58,8 @@ class PlanReport:
     def tables_json(self) -> dict[str, Any]:
         """The plan itself: table -> sharding type, kernel and shards in column order."""
         tables: dict[str, Any] = {
-            table.name: {"sharding_type": kind, "compute_kernel": self.compute_kernel, "shards": []}
-            for table, kind in zip(self.tables, self.placement.sharding_types)
+            table.name: {"sharding_type": kind, "compute_kernel": kernel, "shards": self._spread_shards(table, kind)}
+            for table, kind, kernel in zip(self.tables, self.placement.sharding_types, self.compute_kernels)
         }
         for shard in sorted(self.placement.shards, key=lambda shard: (shard.table, shard.offset)):
             table = self.tables[shard.table]
@@ -66,6 +67,20 @@ class PlanReport:
                 {"rank": shard.rank, "offset": [0, shard.offset], "size": [table.num_embeddings, shard.width]}
             )
         return tables
+
+    def _spread_shards(self, table: Table, kind: str) -> list[dict[str, Any]]:
+        """Shards of a table that lies on all ranks; none for others."""
+        ranks = self.cluster.world_size
+        if kind == ROW_WISE:
+            blocks = row_blocks(table.num_embeddings, ranks)
+        elif kind == DATA_PARALLEL:
+            blocks = ((0, table.num_embeddings),) * ranks
+        else:
+            return []
+        return [
+            {"rank": rank, "offset": [first, 0], "size": [last - first, table.embedding_dim]}
+            for rank, (first, last) in enumerate(blocks)
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object with the fields that ``plan --json`` promises, and the search log and notes."""
@@ -94,15 +109,16 @@ class PlanReport:
     def __str__(self) -> str:
         """A table for the terminal."""
         cluster = self.cluster
+        shards = np.bincount([shard.rank for shard in self.placement.shards], minlength=cluster.world_size)
+        shards += sum(kind in SPREAD_TYPES for kind in self.placement.sharding_types)
         grid = RichTable(
-            title=f"NeuroShard plan: {len(self.tables)} tables, {len(self.placement.shards)} shards, "
+            title=f"NeuroShard plan: {len(self.tables)} tables, {shards.sum()} shards, "
             f"{cluster.world_size} ranks, {self.batch_size} samples per rank"
         )
         memory_name, memory_column = ("HBM", 0) if cluster.device == "cuda" else ("DDR", 1)
         headings = ("rank", "shards", "forward", "backward", "fwd comms", "bwd comms", "input dist")
         for heading in (*headings, f"{memory_name} GiB"):
             grid.add_column(heading, justify="right")
-        shards = np.bincount([shard.rank for shard in self.placement.shards], minlength=cluster.world_size)
         memory = self.memory_bytes[:, memory_column] / _GIB
         capacity = cluster.capacity[:, memory_column] / _GIB
         for rank in range(cluster.world_size):

@@ -9,7 +9,7 @@ import numpy as np
 
 from torchrec_neuroshard.costs.additive_simulator import Objective, simulate
 from torchrec_neuroshard.costs.simulator import PlanSimulator
-from torchrec_neuroshard.problem import Placement, ShardingProblem
+from torchrec_neuroshard.problem import InfeasibleError, Placement, ShardingProblem
 from torchrec_neuroshard.search.beam import Scored, beam_search, score
 from torchrec_neuroshard.search.config import SearchConfig, SearchResult
 from torchrec_neuroshard.search.feasibility import feasible_placement, placement_of
@@ -17,12 +17,14 @@ from torchrec_neuroshard.search.lower_bound import lower_bound_ms
 from torchrec_neuroshard.search.refine import refine
 from torchrec_neuroshard.search.repack import repack
 from torchrec_neuroshard.search.splits import Splits
+from torchrec_neuroshard.search.spread import choose_spread, must_be_spread
 from torchrec_neuroshard.search.targets import fitting_splits, target_splits
 
 _NEARLY_AS_GOOD = 1.02  # times the least predicted cost: finalists
 _FINALISTS = 16
 # Shares of a time limit after which splits for a target, and the beam, have had their turn.
 _SHARE_OF_TARGETS, _SHARE_BEFORE_LAST = 0.4, 0.8
+_SHARE_OF_SPREAD = 0.25  # after which it is settled which tables lie on all ranks
 # Relative distances from perfect balance at which, under additive costs, cuts one by one, and the search, are over.
 _NEARLY_BALANCED, _BALANCED = 5e-3, 5e-4
 _PATIENCE_OF_FEW = 800  # tries of repacking, shared out among the tables
@@ -37,19 +39,34 @@ def find_placement(problem: ShardingProblem, objective: Objective, config: Searc
     Raises:
         InfeasibleError: no placement fits within the allowed splits.
     """
-    return _Search(problem, objective, config or SearchConfig()).run()
+    config, begun = config or SearchConfig(), time.perf_counter()
+    simulator = simulate(problem, objective)
+    if not any(option.spread_types for option in problem.options):
+        return _Search(simulator, config, begun).run()
+    limit = config.timeout_seconds
+
+    def out_of_time() -> bool:
+        return limit is not None and time.perf_counter() - begun > _SHARE_OF_SPREAD * limit
+
+    spread, _ = choose_spread(simulator, config, out_of_time)
+    try:
+        return _Search(simulator.spread_as(spread), config, begun).run()
+    except InfeasibleError:
+        required = must_be_spread(problem)
+        if spread == required:
+            raise
+        return _Search(simulator.spread_as(required), config, begun).run()
 
 
 class _Search:
-    """One search: what it has found so far, its log and its clock."""
+    """One search for the tables that are placed as columns: what it has found so far, its log and its clock."""
 
-    def __init__(self, problem: ShardingProblem, objective: Objective, config: SearchConfig) -> None:
-        self._problem, self._config = problem, config
-        self._begun = time.perf_counter()
-        self._simulator = simulate(problem, objective)
+    def __init__(self, simulator: PlanSimulator, config: SearchConfig, begun: float) -> None:
+        self._simulator, self._problem, self._config = simulator, simulator.problem, config
+        self._begun = begun
         self._log: list[dict[str, Any]] = []
         self._finalists: list[Placement] = []
-        self._best = feasible_placement(problem)
+        self._best = feasible_placement(self._problem)
         self._best_ms = self._simulator.cost(self._best).total_ms
         self._note("feasible", self._best_ms, len(self._best.shards))
 
@@ -63,11 +80,16 @@ class _Search:
             if not self._balanced(_BALANCED):
                 self._repack()
             self._best = _choose(self._simulator, self._finalists)
-            if self._config.prove_bound and self._simulator.additive:
+            if self._config.prove_bound and self._simulator.additive and not self._spreads:
                 bound = lower_bound_ms(self._simulator)
         cost = self._simulator.cost(self._best)
         self._note("final", cost.total_ms, len(self._best.shards))
         return SearchResult(self._best, cost, self._elapsed(), tuple(self._log), bound)
+
+    @property
+    def _spreads(self) -> bool:
+        """Whether tables may lie on all ranks, for which no bound is known."""
+        return any(option.spread_types for option in self._problem.options)
 
     def _starts(self) -> list[Scored]:
         """Splits to start from, best first, after the best of them was refined."""
@@ -114,6 +136,8 @@ class _Search:
         """Refines a placement; it becomes the best when it is."""
         if self._config.refine and not self._out_of_time():
             placement = refine(self._simulator, placement, self._out_of_time)
+        else:
+            step = step.replace("refined", "placed")
         self._finalists.append(placement)
         total_ms = self._simulator.cost(placement).total_ms
         if total_ms < self._best_ms:
@@ -122,10 +146,11 @@ class _Search:
 
     def _balanced(self, tolerance: float) -> bool:
         """Whether little is left to find: where costs add up, all ranks carry the mean of the whole tables' cost."""
-        if not self._simulator.additive:
+        problem = self._problem
+        if not self._simulator.additive or any(problem.spread):
             return False
-        whole = self._simulator.alone((t, table.embedding_dim) for t, table in enumerate(self._problem.tables))
-        return self._best_ms <= float(whole.sum()) / self._problem.cluster.world_size * (1 + tolerance)
+        whole = self._simulator.alone((t, problem.tables[t].embedding_dim) for t in problem.placed_tables)
+        return self._best_ms <= float(whole.sum()) / problem.cluster.world_size * (1 + tolerance)
 
     def _placed(self, scored: Scored) -> Placement | None:
         """The greedy placement; None where it does not fit in memory."""

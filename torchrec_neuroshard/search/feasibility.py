@@ -30,10 +30,11 @@ def feasible_placement(problem: ShardingProblem) -> Placement:
     Raises:
         InfeasibleError: none was found; carries the table or the totals, with bytes needed and available.
     """
-    if not problem.tables:
-        return Placement((), ())
+    if not problem.placed_tables:
+        _check_spread(problem)
+        return Placement((), problem.sharding_types([False] * len(problem.tables)))
     for widths in (lambda t: problem.tables[t].embedding_dim, lambda t: _least_width(problem, t)):
-        problem.prefetch_memory((t, widths(t)) for t in range(len(problem.tables)))
+        problem.prefetch_memory((t, widths(t)) for t in problem.placed_tables)
     _check_bounds(problem)
     splits: Splits | None = whole_tables(problem)
     cuts = 1
@@ -124,11 +125,10 @@ def _fill(problem: ShardingProblem) -> Placement | None:
     """Places unsplittable tables first, then cuts the others to the space that is left."""
     free = problem.cluster.capacity.astype(np.float64).copy()
     pieces: dict[int, list[tuple[int, int]]] = {}  # table -> (width, rank) in column order
-    sizes = _relative_size(
-        problem,
-        np.asarray([problem.shard_memory(t, table.embedding_dim) for t, table in enumerate(problem.tables)]),
-    )
-    order = sorted(range(len(problem.tables)), key=lambda t: (problem.splittable(t), -sizes[t], t))
+    placed = problem.placed_tables
+    memory = np.asarray([problem.shard_memory(t, problem.tables[t].embedding_dim) for t in placed])
+    sizes = dict(zip(placed, _relative_size(problem, memory)))
+    order = sorted(placed, key=lambda t: (problem.splittable(t), -sizes[t], t))
     for table in order:
         left = problem.tables[table].embedding_dim
         pieces[table] = []
@@ -139,7 +139,7 @@ def _fill(problem: ShardingProblem) -> Placement | None:
             free[rank] -= problem.shard_memory(table, width)
             pieces[table].append((width, rank))
             left -= width
-    return _placement_of_pieces(problem, [pieces[t] for t in range(len(problem.tables))])
+    return _placement_of_pieces(problem, [pieces.get(t, []) for t in range(len(problem.tables))])
 
 
 def _placement_of_pieces(problem: ShardingProblem, pieces: list[list[tuple[int, int]]]) -> Placement:
@@ -189,8 +189,10 @@ def _least_width(problem: ShardingProblem, table: int) -> int:
 
 def _check_bounds(problem: ShardingProblem) -> None:
     """Raises where a single table or the total cannot fit, however it is cut."""
+    _check_spread(problem)
     capacity = problem.cluster.capacity
-    for index, table in enumerate(problem.tables):
+    for index in problem.placed_tables:
+        table = problem.tables[index]
         least = np.asarray(problem.shard_memory(index, _least_width(problem, index)))
         if not (capacity >= least).all(axis=1).any():
             best = capacity[np.argmax((capacity - least).min(axis=1))]
@@ -202,7 +204,7 @@ def _check_bounds(problem: ShardingProblem) -> None:
                 table.name,
             )
     # Whole tables need the least in total: each further shard repeats the input buffers.
-    needed = np.sum([problem.shard_memory(t, table.embedding_dim) for t, table in enumerate(problem.tables)], axis=0)
+    needed = _whole_bytes(problem)
     available = np.maximum(capacity, 0.0).sum(axis=0)
     if (needed > available).any():
         raise InfeasibleError(
@@ -212,8 +214,27 @@ def _check_bounds(problem: ShardingProblem) -> None:
         )
 
 
+def _whole_bytes(problem: ShardingProblem) -> NDArray[np.float64]:
+    """[2] bytes of all tables that have to be placed, whole."""
+    shards = ((t, problem.tables[t].embedding_dim) for t in problem.placed_tables)
+    total: NDArray[np.float64] = np.sum([problem.shard_memory(*shard) for shard in shards], axis=0)
+    return total
+
+
+def _check_spread(problem: ShardingProblem) -> None:
+    """Raises where the tables spread over all ranks alone take more than some rank has."""
+    short = problem.cluster.capacity.min(axis=0)
+    if (short < 0).any():
+        missing = np.maximum(-short, 0.0)
+        raise InfeasibleError(
+            f"the tables that lie on all ranks take {_gib(missing)} more than a rank has",
+            (float(missing[0]), float(missing[1])),
+            (0.0, 0.0),
+        )
+
+
 def _infeasible(problem: ShardingProblem, proved: bool) -> InfeasibleError:
-    needed = np.sum([problem.shard_memory(t, table.embedding_dim) for t, table in enumerate(problem.tables)], axis=0)
+    needed = _whole_bytes(problem)
     available = problem.cluster.capacity.sum(axis=0)
     found = "there is no way (an integer program proves it)" if proved else "found no way"
     return InfeasibleError(

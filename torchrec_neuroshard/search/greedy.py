@@ -110,16 +110,17 @@ class _Lineages:
 
     def __init__(self, simulator: PlanSimulator, candidates: int, grid: int, split_tables: int) -> None:
         problem, ranks = simulator.problem, simulator.problem.cluster.world_size
-        groups, lookups = len(problem.group_keys), len(problem.lookup_keys)
+        lookups = len(problem.lookup_keys)
         room = candidates * grid
         self.of_pair = np.repeat(np.arange(candidates), grid)  # [pairs] state of each pair
         self.count = candidates  # states in use; the arrays have room for one a pair
-        self.sums = np.zeros((room, ranks, groups, simulator.z.shape[1]))
-        self.group_ms = np.zeros((room, ranks, groups, 2))
-        self.load = np.zeros((room, ranks))  # compute so far, in ms
+        background = simulator.background
+        self.sums = np.repeat(background.sums[None], room, axis=0)
+        self.group_ms = np.repeat(simulator.group_ms(background.sums)[None], room, axis=0)
+        self.load = self.group_ms.sum(axis=(2, 3))  # compute so far, in ms
         self.free = np.repeat(problem.cluster.capacity[None].astype(np.float64), room, axis=0)
         self.columns = np.zeros((room, lookups, ranks))
-        self.ids = np.zeros((room, lookups, ranks))
+        self.ids = np.repeat(background.ids[None], room, axis=0)
         self.held = np.zeros((room, split_tables, ranks), dtype=bool)  # ranks that hold a shard of a split table
 
     def branch(self, pairs: NDArray[np.int64], ranks: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:

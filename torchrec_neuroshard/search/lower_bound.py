@@ -41,6 +41,8 @@ def lower_bound_ms(simulator: PlanSimulator) -> float:
     ranks = problem.cluster.world_size
     if not problem.tables:
         return 0.0
+    if any(option.spread_types for option in problem.options):
+        raise ValueError("no bound is known where tables may be row-wise or data-parallel")
     families = _families(simulator)
     low, high = 0.0, sum(float(family.costs[:, -1].sum()) for family in families)  # everything on one rank
     if ranks == 1:

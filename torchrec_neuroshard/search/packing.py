@@ -40,12 +40,13 @@ class Packing:
 
 def pack(problem: ShardingProblem) -> Packing:
     """Solves the packing of a problem of at most :data:`LARGEST` tables x ranks; larger ones are given up."""
-    tables, ranks = len(problem.tables), problem.cluster.world_size
+    placed, ranks = problem.placed_tables, problem.cluster.world_size
+    tables = len(placed)
     if tables * ranks > LARGEST:
         return Packing(None, False)
-    whole = np.asarray([_units(problem, t) for t in range(tables)])
-    least = np.asarray([_least_units(problem, t) for t in range(tables)])
-    fixed, per_unit = _bytes(problem, whole, least)
+    whole = np.asarray([_units(problem, t) for t in placed])
+    least = np.asarray([_least_units(problem, t) for t in placed])
+    fixed, per_unit = _bytes(problem, placed, whole, least)
     scale = np.maximum(problem.cluster.capacity.max(axis=0), 1.0)
     # Variables: y[t, r], whether rank r has a shard of table t, then u[t, r], its units.
     cells = tables * ranks
@@ -80,7 +81,9 @@ def pack(problem: ShardingProblem) -> Packing:
     if answer.x is None:
         return Packing(None, answer.status == _PROVED_INFEASIBLE)
     units = np.rint(answer.x[cells:]).astype(np.int64).reshape(tables, ranks)
-    pieces = [[(_width(problem, t, int(units[t, r])), int(r)) for r in np.flatnonzero(units[t])] for t in range(tables)]
+    pieces: list[list[tuple[int, int]]] = [[] for _ in problem.tables]
+    for row, t in zip(units, placed):
+        pieces[t] = [(_width(problem, t, int(row[r])), int(r)) for r in np.flatnonzero(row)]
     return Packing(pieces if _fits(problem, pieces) else None, False)
 
 
@@ -103,10 +106,10 @@ def _divisible(problem: ShardingProblem, table: int) -> bool:
 
 
 def _bytes(
-    problem: ShardingProblem, whole: NDArray[np.int64], least: NDArray[np.int64]
+    problem: ShardingProblem, placed: tuple[int, ...], whole: NDArray[np.int64], least: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """[tables, 2] bytes of a shard for being there and of each unit, from the narrowest and the whole one."""
-    pairs = [[(t, _width(problem, t, int(units[t]))) for t in range(len(whole))] for units in (least, whole)]
+    pairs = [[(t, _width(problem, t, int(count))) for t, count in zip(placed, units)] for units in (least, whole)]
     for shards in pairs:
         problem.prefetch_memory(shards)
     narrow, full = (np.asarray([problem.shard_memory(*pair) for pair in shards]) for shards in pairs)

@@ -232,9 +232,10 @@ class _Base:
         place[ranks] = np.arange(len(ranks))
         stays = (place[arrays.rank] >= 0) & ~off
         at, kind = place[arrays.rank[stays]], arrays.kind[stays]
-        sums = np.zeros((len(ranks), *state.sums.shape[1:]))
+        sums = simulator.background.sums[ranks].copy()
         columns = np.zeros((len(ranks), len(state.columns)))
-        ids, free = np.zeros_like(columns), simulator.problem.cluster.capacity[ranks].astype(np.float64)
+        ids = simulator.background.ids.T[ranks].copy()
+        free = simulator.problem.cluster.capacity[ranks].astype(np.float64)
         np.add.at(sums, (at, arrays.group[stays]), simulator.z[kind])
         np.add.at(columns, (at, arrays.lookup[stays]), simulator.columns[kind])
         np.add.at(ids, (at, arrays.lookup[stays]), simulator.ids[kind])

@@ -11,8 +11,10 @@ Splits = tuple[tuple[int, ...], ...]
 
 
 def whole_tables(problem: ShardingProblem) -> Splits:
-    """No table is split."""
-    return tuple((table.embedding_dim,) for table in problem.tables)
+    """No table is split; those spread over all ranks have no column shards."""
+    return tuple(
+        () if problem.is_spread(index) else (table.embedding_dim,) for index, table in enumerate(problem.tables)
+    )
 
 
 def divide(width: int, min_width: int, share: float = 0.5) -> tuple[int, int] | None:

@@ -120,18 +120,20 @@ class PlacementState:
         """Sums up shards; with ``before``, only those of the ranks ``touched`` by a change to that placement."""
         problem, ranks = simulator.problem, simulator.problem.cluster.world_size
         self.simulator, self.arrays = simulator, arrays
+        background = simulator.background
         if before is None or touched is None or not _same_groups(arrays, before.arrays):
             touched = np.arange(ranks)
-            self.sums = np.zeros((ranks, len(problem.group_keys), simulator.z.shape[1]))
+            self.sums = background.sums.copy()
             self.columns = np.zeros((len(problem.lookup_keys), ranks))
-            self.ids = np.zeros_like(self.columns)
+            self.ids = background.ids.copy()
             self.free = problem.cluster.capacity.astype(np.float64).copy()
             self.group_ms = np.zeros((ranks, len(problem.group_keys), 2))
             inside = np.ones(len(arrays), dtype=bool)
         else:
             self.sums, self.columns, self.ids = before.sums.copy(), before.columns.copy(), before.ids.copy()
             self.free, self.group_ms = before.free.copy(), before.group_ms.copy()
-            self.sums[touched], self.columns[:, touched], self.ids[:, touched] = 0.0, 0.0, 0.0
+            self.sums[touched], self.columns[:, touched] = background.sums[touched], 0.0
+            self.ids[:, touched] = background.ids[:, touched]
             self.free[touched] = problem.cluster.capacity[touched]
             inside = np.isin(arrays.rank, touched)
         rank, kind = arrays.rank[inside], arrays.kind[inside]

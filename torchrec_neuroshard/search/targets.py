@@ -31,11 +31,13 @@ def target_splits(simulator: PlanSimulator, base: Splits) -> list[Splits]:
         base: cuts that are made whatever the target: those of :func:`fitting_splits`.
     """
     problem = simulator.problem
-    if not problem.tables or problem.cluster.world_size == 1:
+    placed = problem.placed_tables
+    if not placed or problem.cluster.world_size == 1:
         return []
-    alone = simulator.alone((t, table.embedding_dim) for t, table in enumerate(problem.tables)).sum(axis=1)
-    lowest = _LOWEST * float(alone.sum()) / problem.cluster.world_size
-    large = [t for t in range(len(problem.tables)) if alone[t] > lowest and problem.splittable(t)]
+    costs_alone = simulator.alone((t, problem.tables[t].embedding_dim) for t in placed).sum(axis=1)
+    alone = dict(zip(placed, costs_alone.tolist()))
+    lowest = _LOWEST * float(costs_alone.sum()) / problem.cluster.world_size
+    large = [t for t in placed if alone[t] > lowest and problem.splittable(t)]
     if not large:
         return []
     ways = {t: [way for way in piece_widths(problem, t) if len(way) >= len(base[t])] or [base[t]] for t in large}
@@ -57,7 +59,7 @@ def fitting_splits(problem: ShardingProblem) -> Splits:
     capacity = problem.cluster.capacity
     splits = list(whole_tables(problem))
     for table, widths in enumerate(splits):
-        if not problem.splittable(table) or _fits_somewhere(problem, table, widths[0], capacity):
+        if not widths or not problem.splittable(table) or _fits_somewhere(problem, table, widths[0], capacity):
             continue
         ways = piece_widths(problem, table)
         splits[table] = next((way for way in ways if _fits_somewhere(problem, table, way[0], capacity)), ways[-1])

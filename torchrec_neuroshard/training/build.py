@@ -109,4 +109,3 @@ def build_cost_model(
         trained.ensemble,
         trained.uncertainty,
     )
-

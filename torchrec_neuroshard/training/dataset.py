@@ -75,9 +75,7 @@ class GroupData:
         chosen = np.flatnonzero(keep)
         of_shard = keep[self.group]
         return GroupData(
-            ShardFeatures(
-                self.shards.work[of_shard], self.shards.features[of_shard], self.shards.regime[of_shard]
-            ),
+            ShardFeatures(self.shards.work[of_shard], self.shards.features[of_shard], self.shards.regime[of_shard]),
             (np.cumsum(keep) - 1)[self.group[of_shard]],
             self.measured_ms[keep],
             self.total_ms[keep],

@@ -55,9 +55,7 @@ def distilled(
     predicted = np.log(_predicted(ensemble, shards, group, groups))
     targets = np.column_stack([predicted, np.logaddexp(predicted[:, 0], predicted[:, 1])])
     chosen = np.random.default_rng(0).random(groups) < _VALIDATION
-    train, validation = (
-        _tensors(ensemble, shards, group, targets, np.flatnonzero(part)) for part in (~chosen, chosen)
-    )
+    train, validation = (_tensors(ensemble, shards, group, targets, np.flatnonzero(part)) for part in (~chosen, chosen))
     net = GroupNet()
     net.load_state_dict(ensemble.nets[0].state_dict())
     widen_range(net, train)
@@ -96,5 +94,3 @@ def _tensors(
     part = ShardFeatures(shards.work[rows], shards.features[rows], shards.regime[rows])
     owner = np.repeat(np.arange(len(chosen)), np.diff(first)[chosen])
     return TrainingTensors.with_targets(part, owner, targets[chosen], model.prior)
-
-

@@ -1,0 +1,179 @@
+"""Which tables to spread over all ranks, row-wise or data-parallel, before the others are placed as columns.
+
+A hot table whose columns no cut balances is best cut by rows, and a tiny one replicated, when what that adds to every
+rank and to the collectives costs less than what it relieves the slowest rank of. Candidates are weighed by the greedy
+placement of the other tables: first by how many of the costliest tables to cut by rows and of the smallest to
+replicate, then table by table.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Iterator
+
+import numpy as np
+
+from torchrec_neuroshard.costs.simulator import PlanSimulator
+from torchrec_neuroshard.problem import DATA_PARALLEL, ROW_WISE, InfeasibleError, Placement, ShardingProblem
+from torchrec_neuroshard.search.beam import score
+from torchrec_neuroshard.search.config import SearchConfig
+from torchrec_neuroshard.search.targets import fitting_splits, target_splits
+
+Spread = tuple[str, ...]
+
+_SHARDS_PLACED = 60_000  # by all trials together, which bounds their time
+_FEWEST_TRIALS, _MOST_TRIALS = 12, 120
+_TARGETS = 3  # splits for a target tried in each trial, beside whole tables
+_WORTHWHILE = 1e-3  # relative gain of a table spread
+
+
+def choose_spread(
+    simulator: PlanSimulator, config: SearchConfig, out_of_time: Callable[[], bool]
+) -> tuple[Spread, float]:
+    """Chooses the tables to spread.
+
+    Args:
+        simulator: of the problem with nothing spread.
+        config: of the greedy placements.
+        out_of_time: asked before each trial.
+
+    Returns:
+        [tables] the type of each table that is to lie on all ranks, "" for others; and the predicted ms of the best
+        greedy placement with it, infinite where none was found that fits.
+
+    Raises:
+        InfeasibleError: a table that may only be spread does not fit that way.
+    """
+    return _Trials(simulator, config, out_of_time).run()
+
+
+def must_be_spread(problem: ShardingProblem) -> Spread:
+    """The tables that cannot be placed as columns, by what they may be or by their size."""
+    capacity = problem.cluster.capacity
+    spread = [""] * len(problem.tables)
+    for table, option in enumerate(problem.options):
+        if option.has_columns:
+            narrowest = min(option.min_width, problem.tables[table].embedding_dim)
+            if not problem.splittable(table):
+                narrowest = problem.tables[table].embedding_dim
+            if (capacity >= problem.shard_memory(table, narrowest)).all(axis=1).any():
+                continue
+        if not option.spread_types:
+            continue  # that it cannot be placed is for the search to say
+        fitting = [kind for kind in option.spread_types if _fits(problem, table, kind)]
+        if not fitting:
+            _raise_too_large(problem, table, option.spread_types)
+        spread[table] = ROW_WISE if ROW_WISE in fitting else fitting[0]
+    return tuple(spread)
+
+
+def _fits(problem: ShardingProblem, table: int, kind: str) -> bool:
+    return bool((problem.cluster.capacity >= problem.spread_memory(table, kind)).all())
+
+
+def _raise_too_large(problem: ShardingProblem, table: int, kinds: tuple[str, ...]) -> None:
+    name = problem.tables[table].name
+    needed = np.min([problem.spread_memory(table, kind).max(axis=0) for kind in kinds], axis=0)
+    available = problem.cluster.capacity.min(axis=0)
+    raise InfeasibleError(
+        f"table {name!r} does not fit: {' and '.join(kinds)} need {needed.max() / 2**30:.3f} GiB on a rank that has "
+        f"{available.max() / 2**30:.3f} GiB",
+        (float(needed[0]), float(needed[1])),
+        (float(available[0]), float(available[1])),
+        name,
+    )
+
+
+class _Trials:
+    """Greedy placements under different choices, and the best so far."""
+
+    def __init__(self, simulator: PlanSimulator, config: SearchConfig, out_of_time: Callable[[], bool]) -> None:
+        self._simulator, self._config, self._out_of_time = simulator, config, out_of_time
+        self._problem = simulator.problem
+        self._tried: dict[Spread, float] = {}
+        tables = max(1, len(self._problem.tables))
+        self._left = min(_MOST_TRIALS, max(_FEWEST_TRIALS, _SHARDS_PLACED // (tables * (1 + _TARGETS))))
+
+    def run(self) -> tuple[Spread, float]:
+        """The best choice found and its greedy placement's ms."""
+        best = must_be_spread(self._problem)
+        best_ms = self._ms(best)
+        for candidates in (self._row_wise(), self._replicated()):
+            start = best
+            for table_kinds in _prefixes(list(candidates)):
+                best, best_ms = self._better(best, best_ms, _with(start, table_kinds))
+        for table, kind in self._one_by_one():
+            other = kind if best[table] != kind else ""
+            if other or self._problem.options[table].has_columns:
+                best, best_ms = self._better(best, best_ms, _with(best, [(table, other)]))
+        return best, best_ms
+
+    def _better(self, best: Spread, best_ms: float, spread: Spread) -> tuple[Spread, float]:
+        """The given choice, or the new one where it is better."""
+        if self._left <= 0 or self._out_of_time():
+            return best, best_ms
+        ms = self._ms(spread)
+        return (spread, ms) if ms < best_ms * (1 - _WORTHWHILE) else (best, best_ms)
+
+    def _ms(self, spread: Spread) -> float:
+        """Predicted ms of the greedy placement with these tables spread; infinite where it does not fit."""
+        if spread not in self._tried:
+            self._left -= 1
+            self._tried[spread] = self._place(spread)
+        return self._tried[spread]
+
+    def _place(self, spread: Spread) -> float:
+        simulator = self._simulator.spread_as(spread)
+        problem = simulator.problem
+        if (problem.cluster.capacity < 0).any() or any(
+            not option.has_columns and not spread[table] for table, option in enumerate(problem.options)
+        ):
+            return np.inf
+        if not problem.placed_tables:
+            return simulator.cost(Placement((), spread)).total_ms
+        base = fitting_splits(problem)
+        targets = target_splits(simulator, base)
+        some = targets[:: max(1, len(targets) // _TARGETS)][:_TARGETS]
+        return score(simulator, list(dict.fromkeys([base, *some])), self._config)[0].total_ms
+
+    def _row_wise(self) -> Iterator[tuple[int, str]]:
+        """Tables that may be row-wise, costliest first."""
+        tables = [t for t, option in enumerate(self._problem.options) if ROW_WISE in option.sharding_types]
+        cost = self._alone(tables)
+        yield from ((t, ROW_WISE) for t in sorted(tables, key=lambda t: (-cost[t], t)))
+
+    def _replicated(self) -> Iterator[tuple[int, str]]:
+        """Tables that may be data-parallel, those first that cost much for their size."""
+        tables = [t for t, option in enumerate(self._problem.options) if DATA_PARALLEL in option.sharding_types]
+        cost = self._alone(tables)
+        size = {t: self._problem.tables[t].num_embeddings * self._problem.tables[t].embedding_dim for t in tables}
+        yield from ((t, DATA_PARALLEL) for t in sorted(tables, key=lambda t: (-cost[t] / size[t], t)))
+
+    def _one_by_one(self) -> Iterator[tuple[int, str]]:
+        """Tables and types worth a trial of their own: costliest first, then smallest."""
+        rows, replicas = list(self._row_wise()), list(self._replicated())
+        for pair in zip(rows, replicas):
+            yield from pair
+        shorter = min(len(rows), len(replicas))
+        yield from [*rows[shorter:], *replicas[shorter:]]
+
+    def _alone(self, tables: list[int]) -> dict[int, float]:
+        """What each table costs whole and alone."""
+        shards = [(t, self._problem.tables[t].embedding_dim) for t in tables]
+        return dict(zip(tables, self._simulator.alone(shards).sum(axis=1).tolist()))
+
+
+def _prefixes(candidates: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    """The first 1, 2, 3, 5, 8, ... of the candidates, and all."""
+    count, after = 1, 2
+    while count < len(candidates):
+        yield candidates[:count]
+        count, after = after, count + after
+    if candidates:
+        yield candidates
+
+
+def _with(spread: Spread, changes: list[tuple[int, str]]) -> Spread:
+    result = list(spread)
+    for table, kind in changes:
+        result[table] = kind
+    return tuple(result)
