@@ -35,7 +35,14 @@ from torchrec_neuroshard.measure.store import MeasurementStore, read_records
 
 POINTS = ("26x8", "100x8", "100x64", "400x8", "400x64", "856x64", "856x128", "2000x64", "2000x256")
 _RANKS_PER_HOST = 8
-_PHASES = {"feasible": "feasible", "refined": "refine", "beam": "beam", "repacked": "repack", "final": "choose"}
+_PHASES = {
+    "feasible": "spread, feasible",  # which tables to spread is settled before the first placement
+    "refined": "refine",
+    "placed": "refine",
+    "beam": "beam",
+    "repacked": "repack",
+    "final": "choose",
+}
 
 
 def plan_point(point: str, cost_model: str, timeout: float | None) -> dict[str, Any]:

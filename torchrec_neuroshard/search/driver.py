@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any, Callable
 
 import numpy as np
@@ -24,7 +25,8 @@ _NEARLY_AS_GOOD = 1.02  # times the least predicted cost: finalists
 _FINALISTS = 16
 # Shares of a time limit after which splits for a target, and the beam, have had their turn.
 _SHARE_OF_TARGETS, _SHARE_BEFORE_LAST = 0.4, 0.8
-_SHARE_OF_SPREAD = 0.25  # after which it is settled which tables lie on all ranks
+# Shares after which it is settled which tables may lie on all ranks, and after which the search with them is over.
+_SHARE_OF_SPREAD, _SHARE_OF_CHOSEN = 0.25, 0.65
 # Relative distances from perfect balance at which, under additive costs, cuts one by one, and the search, are over.
 _NEARLY_BALANCED, _BALANCED = 5e-3, 5e-4
 _PATIENCE_OF_FEW = 800  # tries of repacking, shared out among the tables
@@ -43,19 +45,35 @@ def find_placement(problem: ShardingProblem, objective: Objective, config: Searc
     simulator = simulate(problem, objective)
     if not any(option.spread_types for option in problem.options):
         return _Search(simulator, config, begun).run()
+    return _search_spread(simulator, config, begun)
+
+
+def _search_spread(simulator: PlanSimulator, config: SearchConfig, begun: float) -> SearchResult:
+    """The better of two searches: with only those tables on all ranks that must be, and with those that seem to pay.
+
+    That a choice pays was told by greedy placements, which refinement may turn round.
+    """
     limit = config.timeout_seconds
 
-    def out_of_time() -> bool:
-        return limit is not None and time.perf_counter() - begun > _SHARE_OF_SPREAD * limit
+    def out_of_time(share: float) -> bool:
+        return limit is not None and time.perf_counter() - begun > share * limit
 
-    spread, _ = choose_spread(simulator, config, out_of_time)
-    try:
-        return _Search(simulator.spread_as(spread), config, begun).run()
-    except InfeasibleError:
-        required = must_be_spread(problem)
-        if spread == required:
-            raise
-        return _Search(simulator.spread_as(required), config, begun).run()
+    required = must_be_spread(simulator.problem)
+    chosen, _ = choose_spread(simulator, config, lambda: out_of_time(_SHARE_OF_SPREAD))
+    results: list[SearchResult] = []
+    failure: InfeasibleError | None = None
+    for spread, share in ((chosen, _SHARE_OF_CHOSEN), (required, 1.0)):
+        if spread == chosen and results or (results and out_of_time(_SHARE_OF_CHOSEN)):
+            continue
+        part = config if limit is None else replace(config, timeout_seconds=share * limit)
+        try:
+            results.append(_Search(simulator.spread_as(spread), part, begun).run())
+        except InfeasibleError as error:
+            failure = error
+    if not results:
+        assert failure is not None
+        raise failure
+    return min(results, key=lambda result: result.cost.total_ms)
 
 
 class _Search:

@@ -8,9 +8,11 @@ replicate, then table by table.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Callable, Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.problem import DATA_PARALLEL, ROW_WISE, InfeasibleError, Placement, ShardingProblem
@@ -22,7 +24,10 @@ Spread = tuple[str, ...]
 
 _SHARDS_PLACED = 60_000  # by all trials together, which bounds their time
 _FEWEST_TRIALS, _MOST_TRIALS = 12, 120
-_TARGETS = 3  # splits for a target tried in each trial, beside whole tables
+_TARGETS = 2  # splits for a target tried in each trial, beside whole tables
+_GRID = 3  # caps on the widest rank in each trial
+_PREFIXES = 5  # more and more tables spread together, without finding anything
+_PATIENCE = 8  # trials of single tables in a row that find nothing
 _WORTHWHILE = 1e-3  # relative gain of a table spread
 
 
@@ -47,33 +52,43 @@ def choose_spread(
 
 
 def must_be_spread(problem: ShardingProblem) -> Spread:
-    """The tables that cannot be placed as columns, by what they may be or by their size."""
-    capacity = problem.cluster.capacity
+    """The tables that cannot be placed as columns, by what they may be or by their size.
+
+    Raises:
+        InfeasibleError: such a table does not fit when it is spread.
+    """
     spread = [""] * len(problem.tables)
-    for table, option in enumerate(problem.options):
-        if option.has_columns:
-            narrowest = min(option.min_width, problem.tables[table].embedding_dim)
-            if not problem.splittable(table):
-                narrowest = problem.tables[table].embedding_dim
-            if (capacity >= problem.shard_memory(table, narrowest)).all(axis=1).any():
+    capacity = problem.cluster.capacity.astype(np.float64).copy()
+    found = True
+    while found:  # what is spread leaves less room for the others
+        found = False
+        for table, option in enumerate(problem.options):
+            if spread[table] or not option.spread_types or _fits_as_columns(problem, table, capacity):
                 continue
-        if not option.spread_types:
-            continue  # that it cannot be placed is for the search to say
-        fitting = [kind for kind in option.spread_types if _fits(problem, table, kind)]
-        if not fitting:
-            _raise_too_large(problem, table, option.spread_types)
-        spread[table] = ROW_WISE if ROW_WISE in fitting else fitting[0]
+            fitting = [k for k in option.spread_types if (capacity >= problem.spread_memory(table, k)).all()]
+            if not fitting:
+                _raise_too_large(problem, table, option.spread_types, capacity)
+            spread[table] = ROW_WISE if ROW_WISE in fitting else fitting[0]
+            capacity -= problem.spread_memory(table, spread[table])
+            found = True
     return tuple(spread)
 
 
-def _fits(problem: ShardingProblem, table: int, kind: str) -> bool:
-    return bool((problem.cluster.capacity >= problem.spread_memory(table, kind)).all())
+def _fits_as_columns(problem: ShardingProblem, table: int, capacity: NDArray[np.float64]) -> bool:
+    """Whether some rank holds the narrowest column shard of the table."""
+    if not problem.options[table].has_columns:
+        return False
+    dim = problem.tables[table].embedding_dim
+    narrowest = min(problem.options[table].min_width, dim) if problem.splittable(table) else dim
+    return bool((capacity >= problem.shard_memory(table, narrowest)).all(axis=1).any())
 
 
-def _raise_too_large(problem: ShardingProblem, table: int, kinds: tuple[str, ...]) -> None:
+def _raise_too_large(
+    problem: ShardingProblem, table: int, kinds: tuple[str, ...], capacity: NDArray[np.float64]
+) -> None:
     name = problem.tables[table].name
     needed = np.min([problem.spread_memory(table, kind).max(axis=0) for kind in kinds], axis=0)
-    available = problem.cluster.capacity.min(axis=0)
+    available = capacity.min(axis=0)
     raise InfeasibleError(
         f"table {name!r} does not fit: {' and '.join(kinds)} need {needed.max() / 2**30:.3f} GiB on a rank that has "
         f"{available.max() / 2**30:.3f} GiB",
@@ -87,7 +102,8 @@ class _Trials:
     """Greedy placements under different choices, and the best so far."""
 
     def __init__(self, simulator: PlanSimulator, config: SearchConfig, out_of_time: Callable[[], bool]) -> None:
-        self._simulator, self._config, self._out_of_time = simulator, config, out_of_time
+        self._simulator, self._out_of_time = simulator, out_of_time
+        self._config = replace(config, grid=min(config.grid, _GRID))
         self._problem = simulator.problem
         self._tried: dict[Spread, float] = {}
         tables = max(1, len(self._problem.tables))
@@ -99,12 +115,22 @@ class _Trials:
         best_ms = self._ms(best)
         for candidates in (self._row_wise(), self._replicated()):
             start = best
+            failures = 0
             for table_kinds in _prefixes(list(candidates)):
+                before = best
                 best, best_ms = self._better(best, best_ms, _with(start, table_kinds))
+                failures = 0 if best is not before else failures + 1
+                if failures >= _PREFIXES:
+                    break
+        failures = 0
         for table, kind in self._one_by_one():
+            if failures >= _PATIENCE:
+                break
             other = kind if best[table] != kind else ""
             if other or self._problem.options[table].has_columns:
+                before = best
                 best, best_ms = self._better(best, best_ms, _with(best, [(table, other)]))
+                failures = 0 if best is not before else failures + 1
         return best, best_ms
 
     def _better(self, best: Spread, best_ms: float, spread: Spread) -> tuple[Spread, float]:
