@@ -112,6 +112,8 @@ class _Trials:
     def run(self) -> tuple[Spread, float]:
         """The best choice found and its greedy placement's ms."""
         best = must_be_spread(self._problem)
+        if self._out_of_time():
+            return best, np.inf
         best_ms = self._ms(best)
         for candidates in (self._row_wise(), self._replicated()):
             start = best
