@@ -107,10 +107,13 @@ def test_other_sharding_types_are_scaled_and_said_once(caplog: pytest.LogCapture
 def test_sharders_may_come_under_the_old_keyword() -> None:
     limits = tables_and_limits()[1]
     estimator = NeuroShardPerfEstimator(cpu_topology(4), limits, cost_model=ANALYTIC)
-    option = enumerate_with(estimator, limits)["t", "table_wise"]
-    expected, option.shards[0].perf = option.shards[0].perf, None
-    estimator.estimate([option], sharder_map={compat.sharder_key(s.module_type): s for s in bag_sharders()})
-    assert option.shards[0].perf == expected
+    sharders = {compat.sharder_key(s.module_type): s for s in bag_sharders()}
+    priced = enumerate_with(estimator, limits)["t", "table_wise"]
+    scaled = enumerate_with(estimator, None)["t", "data_parallel"]  # for which TorchRec's formula is asked
+    for option in (priced, scaled):
+        expected, option.shards[0].perf = option.shards[0].perf, None
+        estimator.estimate([option], sharder_map=sharders)
+        assert option.shards[0].perf == expected
 
 
 def test_torchrecs_planner_plans_with_it() -> None:

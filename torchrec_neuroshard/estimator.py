@@ -96,11 +96,12 @@ class NeuroShardPerfEstimator(ShardEstimator):
 
         Args:
             sharding_options: options with their shards.
-            sharder_data_map: sharder data by module type, as TorchRec 1.7 and later pass it.
-            sharder_map: sharders by module type, as earlier versions pass them.
+            sharder_data_map: sharder data by module type, as TorchRec 1.7 and later pass it, or sharders, which earlier
+                versions pass at this place.
+            sharder_map: sharders by module type.
         """
-        maps = {"sharder_map": sharder_map} if sharder_data_map is None else {"sharder_data_map": sharder_data_map}
         sharders: Mapping[str, Any] = sharder_data_map or sharder_map or {}
+        maps = compat.estimate_arguments(sharders)
         for batch_size in sorted({option.batch_size for option in sharding_options}):
             options = [option for option in sharding_options if option.batch_size == batch_size]
             self._estimate(options, batch_size, sharders, maps)

@@ -31,6 +31,9 @@ _GIB = 1024**3
 # TorchRec's own default; EmbeddingShardingPlanner reserves the same.
 _DEFAULT_RESERVATION = 0.15
 
+# Estimators take sharders, and since 1.7 snapshots of them. That 1.6 can build snapshots already says nothing.
+_TAKES_SHARDER_DATA = "sharder_data_map" in inspect.signature(ShardEstimator.estimate).parameters
+
 
 def error_type(name: str) -> PlannerErrorType:
     """The error type of this name, or OTHER where the installed TorchRec does not have it yet."""
@@ -44,9 +47,15 @@ def sharder_key(module_type: type) -> str:
 
 def sharder_maps(sharders: Sequence[ModuleSharder[nn.Module]]) -> dict[str, Any]:
     """Keyword arguments that hand sharders to ``ShardEstimator.estimate`` (``sharder_data_map`` since 1.7)."""
-    sharder_map = {sharder_key(sharder.module_type): sharder for sharder in sharders}
-    build = getattr(planner_utils, "build_sharder_data_map", None)
-    return {"sharder_map": sharder_map} if build is None else {"sharder_data_map": build(sharder_map)}
+    return estimate_arguments({sharder_key(sharder.module_type): sharder for sharder in sharders})
+
+
+def estimate_arguments(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The same from sharders, or since 1.7 ``SharderData``, by :func:`sharder_key`; sharders become what is taken."""
+    if not _TAKES_SHARDER_DATA:
+        return {"sharder_map": dict(entries)}
+    sharders = {key: entry for key, entry in entries.items() if not isinstance(entry, planner_types.SharderData)}
+    return {"sharder_data_map": {**entries, **planner_utils.build_sharder_data_map(sharders)}}
 
 
 def fused_params_of(entry: Any) -> Mapping[str, Any]:
@@ -176,6 +185,7 @@ __all__ = [
     "PlannerError",
     "default_storage_reservation",
     "error_type",
+    "estimate_arguments",
     "estimators_of",
     "fused_params_of",
     "intra_group_size",
