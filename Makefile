@@ -1,9 +1,10 @@
 # make demo | make test: both build .venv first when it is missing or out of date.
 
 PYTHON ?=
+VERSIONS ?=
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: setup demo test test-slow lint clean
+.PHONY: setup demo test test-slow test-versions lint clean
 
 setup:
 	@command -v python3 >/dev/null 2>&1 || { echo "[setup] ERROR: there is no python3 on PATH; install Python 3.10 to 3.13" >&2; exit 1; }
@@ -17,6 +18,9 @@ test: setup
 
 test-slow: setup
 	@$(VENV_PYTHON) -m pytest -m slow
+
+test-versions: setup
+	@$(VENV_PYTHON) scripts/test_versions.py $(if $(VERSIONS),--versions $(VERSIONS))
 
 lint: setup
 	@$(VENV_PYTHON) -m ruff check .

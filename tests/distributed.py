@@ -14,6 +14,7 @@ from typing import Any, Callable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from wanted_torchrec import check_torchrec
 
 
 class RankError(RuntimeError):
@@ -84,6 +85,7 @@ def _rank_main(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
     )
     try:
+        check_torchrec()
         results.put((rank, worker(rank, *arguments), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))

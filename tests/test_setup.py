@@ -118,7 +118,7 @@ def test_metadata_forces_torch_on_nobody() -> None:
     assert any(requirement.startswith("fbgemm-gpu-cpu") for requirement in extras["cpu"])
 
 
-@pytest.mark.parametrize("target", ["demo", "test"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-versions"])
 def test_make_targets_run_what_exists(target: str) -> None:
     commands = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "scripts/setup_venv.py" in commands
