@@ -29,6 +29,7 @@ _SHARE_OF_TARGETS, _SHARE_BEFORE_LAST = 0.4, 0.8
 _SHARE_OF_SPREAD, _SHARE_OF_CHOSEN = 0.25, 0.65
 # Relative distances from perfect balance at which, under additive costs, cuts one by one, and the search, are over.
 _NEARLY_BALANCED, _BALANCED = 5e-3, 5e-4
+_FEW_CAPS = 3  # of the placement where there is time for one
 _PATIENCE_OF_FEW = 800  # tries of repacking, shared out among the tables
 
 
@@ -59,7 +60,7 @@ def _search_spread(simulator: PlanSimulator, config: SearchConfig, begun: float)
         return limit is not None and time.perf_counter() - begun > share * limit
 
     required = must_be_spread(simulator.problem)
-    chosen, _ = choose_spread(simulator, config, lambda: out_of_time(_SHARE_OF_SPREAD))
+    chosen = choose_spread(simulator, required, config, lambda: out_of_time(_SHARE_OF_SPREAD))
     results: list[SearchResult] = []
     failure: InfeasibleError | None = None
     for spread, share in ((chosen, _SHARE_OF_CHOSEN), (required, 1.0)):
@@ -113,6 +114,8 @@ class _Search:
         """Splits to start from, best first, after the best of them was refined."""
         base = fitting_splits(self._problem)
         splits = list(dict.fromkeys([base, _splits_of(self._problem, self._best)]))
+        if self._until(_SHARE_OF_TARGETS)():  # one placement has to do, but it has to be
+            return self._hurried(base)
         scored = score(self._simulator, splits, self._config)
         if self._simulator.additive:  # often there is nothing to gain by cuts, and that can be known
             self._consider("refined first", self._placed(scored[0]) or self._best)
@@ -122,6 +125,12 @@ class _Search:
             targets = [target for target in target_splits(self._simulator, base) if target not in splits]
             scored += score(self._simulator, targets, self._config, self._until(_SHARE_OF_TARGETS))
             scored.sort(key=lambda s: s.rating)
+        self._consider("refined start", self._placed(scored[0]) or self._best)
+        return scored
+
+    def _hurried(self, splits: Splits) -> list[Scored]:
+        """One greedy placement under few caps."""
+        scored = score(self._simulator, [splits], replace(self._config, grid=min(self._config.grid, _FEW_CAPS)))
         self._consider("refined start", self._placed(scored[0]) or self._best)
         return scored
 

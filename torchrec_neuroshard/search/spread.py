@@ -32,23 +32,20 @@ _WORTHWHILE = 1e-3  # relative gain of a table spread
 
 
 def choose_spread(
-    simulator: PlanSimulator, config: SearchConfig, out_of_time: Callable[[], bool]
-) -> tuple[Spread, float]:
+    simulator: PlanSimulator, required: Spread, config: SearchConfig, out_of_time: Callable[[], bool]
+) -> Spread:
     """Chooses the tables to spread.
 
     Args:
         simulator: of the problem with nothing spread.
+        required: what :func:`must_be_spread` says.
         config: of the greedy placements.
         out_of_time: asked before each trial.
 
     Returns:
-        [tables] the type of each table that is to lie on all ranks, "" for others; and the predicted ms of the best
-        greedy placement with it, infinite where none was found that fits.
-
-    Raises:
-        InfeasibleError: a table that may only be spread does not fit that way.
+        [tables] the type of each table that is to lie on all ranks, "" for others.
     """
-    return _Trials(simulator, config, out_of_time).run()
+    return _Trials(simulator, config, out_of_time).run(required)
 
 
 def must_be_spread(problem: ShardingProblem) -> Spread:
@@ -58,6 +55,8 @@ def must_be_spread(problem: ShardingProblem) -> Spread:
         InfeasibleError: such a table does not fit when it is spread.
     """
     spread = [""] * len(problem.tables)
+    tables = [t for t, option in enumerate(problem.options) if option.has_columns]
+    problem.prefetch_memory((t, _narrowest(problem, t)) for t in tables)
     capacity = problem.cluster.capacity.astype(np.float64).copy()
     found = True
     while found:  # what is spread leaves less room for the others
@@ -78,9 +77,13 @@ def _fits_as_columns(problem: ShardingProblem, table: int, capacity: NDArray[np.
     """Whether some rank holds the narrowest column shard of the table."""
     if not problem.options[table].has_columns:
         return False
+    return bool((capacity >= problem.shard_memory(table, _narrowest(problem, table))).all(axis=1).any())
+
+
+def _narrowest(problem: ShardingProblem, table: int) -> int:
+    """Columns of the narrowest shard that the table may be cut into."""
     dim = problem.tables[table].embedding_dim
-    narrowest = min(problem.options[table].min_width, dim) if problem.splittable(table) else dim
-    return bool((capacity >= problem.shard_memory(table, narrowest)).all(axis=1).any())
+    return min(problem.options[table].min_width, dim) if problem.splittable(table) else dim
 
 
 def _raise_too_large(
@@ -109,11 +112,10 @@ class _Trials:
         tables = max(1, len(self._problem.tables))
         self._left = min(_MOST_TRIALS, max(_FEWEST_TRIALS, _SHARDS_PLACED // (tables * (1 + _TARGETS))))
 
-    def run(self) -> tuple[Spread, float]:
-        """The best choice found and its greedy placement's ms."""
-        best = must_be_spread(self._problem)
+    def run(self, best: Spread) -> Spread:
+        """The best choice found, starting from the given one."""
         if self._out_of_time():
-            return best, np.inf
+            return best
         best_ms = self._ms(best)
         for candidates in (self._row_wise(), self._replicated()):
             start = best
@@ -133,7 +135,7 @@ class _Trials:
                 before = best
                 best, best_ms = self._better(best, best_ms, _with(best, [(table, other)]))
                 failures = 0 if best is not before else failures + 1
-        return best, best_ms
+        return best
 
     def _better(self, best: Spread, best_ms: float, spread: Spread) -> tuple[Spread, float]:
         """The given choice, or the new one where it is better."""
