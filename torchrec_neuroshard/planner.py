@@ -66,6 +66,7 @@ from torchrec_neuroshard.problem import (
     ShardingProblem,
 )
 from torchrec_neuroshard.report.plan_report import PlanReport
+from torchrec_neuroshard.report.reasons import spread_reasons
 from torchrec_neuroshard.search import SearchConfig
 
 logger = logging.getLogger(__name__)
@@ -293,6 +294,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         if self._callbacks:
             notes.append("Callbacks may have changed the plan; this report is of the plan before them.")
         plan = to_sharding_plan(options, topology)
+        notes += spread_reasons(simulator, placement, cost)
         self._note_changed_numerics(tables, placement, notes)
         uncertainty = plan_uncertainty(problem, placement, objective) if isinstance(objective, CostModel) else None
         for sentence in uncertainty.sentences() if uncertainty is not None else ():
@@ -321,6 +323,10 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         self._log_stats(plan, options, sharders, perf_counter() - begun)
         compat.validate_plan(plan, options, module, sharders, topology)
         return plan
+
+    def get_selected_options(self) -> list[ShardingOption]:
+        """The sharding options of the last plan, which TorchRec's planner executor (since 1.9) asks for."""
+        return list(self._best_plan or [])
 
     def _objective(
         self, tables: tuple[ShardableTable, ...], cluster: Cluster, maps: dict[str, Any], notes: list[str]
