@@ -25,7 +25,7 @@ from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.types import PlannerError
 
 from benchmarks.plan_time import HBM_BYTES
-from benchmarks.torchrec_planners import DDR_BYTES_PER_RANK
+from benchmarks.torchrec_planners import DDR_BYTES_PER_RANK, RESTRICTED
 from torchrec_neuroshard import NeuroShardPlanner
 from torchrec_neuroshard.adapters.workload_model import embedding_model, parameter_constraints, sharders
 from torchrec_neuroshard.search import SearchConfig
@@ -40,7 +40,7 @@ def gap_of(workload: Workload, ranks: int) -> dict[str, Any]:
     planner = NeuroShardPlanner(
         topology=Topology(ranks, "cuda", hbm_cap=HBM_BYTES, ddr_cap=DDR_BYTES_PER_RANK, local_world_size=min(ranks, 8)),
         batch_size=max(1, (workload.batch_size or _DEFAULT_BATCH) // ranks),
-        constraints=parameter_constraints(workload),
+        constraints=parameter_constraints(workload, **RESTRICTED),
         cost_model="torchrec",
         search=SearchConfig(prove_bound=True),
         stats=NoopEmbeddingStats(),

@@ -231,8 +231,8 @@ def test_what_cannot_fit_is_an_insufficient_storage_error_with_numbers(
     [
         (
             bag_collection(bag_config("t", 100, 64)),
-            {"t": ParameterConstraints(compute_kernels=["fused_uvm"])},
-            ["'t'", "fused_uvm", "row_wise"],
+            {"t": ParameterConstraints(sharding_types=["table_column_wise"])},
+            ["'t'", "table_column_wise with kernel fused", "row_wise"],
         ),
         (
             bag_collection(bag_config("t", 100, 64)),

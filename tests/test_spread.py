@@ -148,7 +148,8 @@ def test_what_fits_no_rank_whole_goes_row_wise() -> None:
     assert found.placement.sharding_types[-1] == ROW_WISE
     assert check_placement(tight, found.placement) == []
     capacity[:, 1] = 0.2 * needed
-    with pytest.raises(InfeasibleError, match="'hot' does not fit: row_wise and data_parallel need") as error:
+    what = "'hot' does not fit: as row_wise or data_parallel it needs .* GiB of DDR"
+    with pytest.raises(InfeasibleError, match=what) as error:
         find_placement(replace(problem, cluster=replace(problem.cluster, capacity=capacity)), untrained_model())
     assert error.value.needed[1] > error.value.available[1] > 0
 
@@ -169,3 +170,30 @@ def test_additive_costs_of_spread_tables_count_on_every_rank() -> None:
     assert found.cost.total_ms == 40.0 + 4.0  # four parts of the row-wise table, and half of the eight others
     with pytest.raises(ValueError, match="no bound is known"):
         lower_bound_ms(simulate(problem, objective))
+
+
+@pytest.mark.parametrize("seconds", [None, 0.001])
+def test_many_tables_go_row_wise_where_nothing_else_fits(seconds: float | None) -> None:
+    """Of equal tables of which a rank holds two, every third has to be cut by rows; however short the time."""
+    tables = tuple(Table(f"t{i}", 50_000, 16, 1.0) for i in range(20))
+    problem = with_all_types(random_problem(0, tables=20, ranks=8))
+    problem = replace(
+        problem,
+        tables=tables,
+        options=tuple(TableOptions((TABLE_WISE, ROW_WISE), 16) for _ in tables),
+        memory=SpreadMemory(tables, 8),
+    )
+    capacity = np.zeros((8, 2))
+    capacity[:, 1] = 4.0 * 50_000 * 16 * 2.6
+    problem = replace(problem, cluster=replace(problem.cluster, capacity=capacity))
+    found = find_placement(problem, untrained_model(), SearchConfig(timeout_seconds=seconds))
+    assert check_placement(problem, found.placement) == []
+    assert 4 <= found.placement.sharding_types.count(ROW_WISE)
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    for settings_ in ({"seed": -1}, {"grid": 2.5}, {"seed": None}, {"grid_span": float("nan")}, {"levels": 1.5}):
+        with pytest.raises(ValueError, match=next(iter(settings_))):
+            SearchConfig(**settings_)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout_seconds"):
+        SearchConfig(timeout_seconds=float("nan"))

@@ -86,8 +86,9 @@ _REMEDIES = {
 class NeuroShardPlanner(EmbeddingPlannerBase):
     """Finds a sharding plan by search over measured costs [Zha2023]_.
 
-    Plans the tables of all EmbeddingBagCollections of a model together, table-wise and column-wise (uneven
-    widths too), with the fused kernel.
+    Plans the tables of all EmbeddingBagCollections of a model together: table-wise, column-wise (uneven widths too) and
+    row-wise with the fused kernel, whichever the sharders offer, and data-parallel with the dense kernel where a
+    table's constraint names it.
 
     Args:
         topology: the machines; None detects them (see ``adapters.topology``), and ``collective_plan`` then takes
@@ -162,8 +163,16 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
             raise UnsupportedArgumentError(f"pipeline must be one of {names}, got {pipeline!r}")
         if batch_size is not None and batch_size < 1:
             raise UnsupportedArgumentError(f"batch_size must be at least 1 sample per rank, got {batch_size}")
-        if timeout_seconds is not None and timeout_seconds <= 0:
-            raise UnsupportedArgumentError(f"timeout_seconds must be positive, got {timeout_seconds}")
+        if timeout_seconds is not None and not (
+            isinstance(timeout_seconds, (int, float)) and 0 < timeout_seconds < float("inf")
+        ):
+            raise UnsupportedArgumentError(f"timeout_seconds must be a positive number, got {timeout_seconds!r}")
+        if search is not None and not isinstance(search, SearchConfig):
+            raise UnsupportedArgumentError(f"search must be a SearchConfig, got {search!r}")
+        if not isinstance(cost_model, (str, os.PathLike, CostModel)):
+            raise UnsupportedArgumentError(f"cost_model must be a name, a path or a CostModel, got {cost_model!r}")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise UnsupportedArgumentError(f"seed must be a whole number of at least 0, got {seed!r}")
         if hardware is not None and hardware not in (*HARDWARE, *shipped_models()):
             raise UnsupportedArgumentError(
                 f"hardware must be one of {', '.join(sorted({*HARDWARE, *shipped_models()}))}, got {hardware!r}"
@@ -295,6 +304,12 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
             notes.append("Callbacks may have changed the plan; this report is of the plan before them.")
         plan = to_sharding_plan(options, topology)
         notes += spread_reasons(simulator, placement, cost)
+        if self._search.prove_bound and result.lower_bound_ms is None:
+            self._warn(
+                notes,
+                "No bound is proved: that needs cost_model='torchrec', and tables that may only be table-wise and "
+                "column-wise (sharding_types in their ParameterConstraints).",
+            )
         self._note_changed_numerics(tables, placement, notes)
         uncertainty = plan_uncertainty(problem, placement, objective) if isinstance(objective, CostModel) else None
         for sentence in uncertainty.sentences() if uncertainty is not None else ():

@@ -27,7 +27,8 @@ def unsupported(table: str, what: str, remedy: str) -> PlannerError:
     """
     return PlannerError(
         f"Table {table!r}: {what}. This version of NeuroShardPlanner plans the tables of "
-        f"EmbeddingBagCollection with sharding types table_wise and column_wise and the fused kernel. {remedy}",
+        "EmbeddingBagCollection table_wise, column_wise and row_wise (fused kernel) and data_parallel (dense). "
+        f"{remedy}",
         error_type("STRICT_CONSTRAINTS"),
     )
 
@@ -42,7 +43,7 @@ def insufficient_storage(error: InfeasibleError, world_size: int, batch_size: in
         f"  1) Increase the number of ranks ({world_size}) or use ranks with more memory\n"
         "  2) Reduce the model size, or the optimizer's state (row-wise Adagrad instead of Adam)\n"
         f"  3) Reduce the local batch size ({batch_size})\n"
-        "  4) Relax constraints: allow column_wise, lower min_partition, or column_split='any'\n"
+        "  4) Relax constraints: allow column_wise or row_wise, lower min_partition, or column_split='any'\n"
         "  5) Reserve less (storage_reservation=FixedPercentageStorageReservation(...))",
         error_type("INSUFFICIENT_STORAGE"),
     )

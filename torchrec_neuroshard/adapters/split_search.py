@@ -87,7 +87,7 @@ class SplitSearch:
             if left < limit:
                 return
             limit = min(limit, left)
-        simulator = simulate(narrower, self.objective)
+        simulator = simulate(narrower, self.objective).of(result.placement)
         placement = refine(simulator, result.placement, lambda: perf_counter() - begun > limit)
         gain = 1.0 - simulator.cost(placement).total_ms / result.cost.total_ms
         if gain >= _WORTH_SAYING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,15 +44,16 @@ class SearchConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("beam_width", "proposals", "patience", "grid"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.levels < 0:
-            raise ValueError(f"levels must not be negative, got {self.levels}")
-        if self.grid_span < 1.0:
-            raise ValueError(f"grid_span must be at least 1, got {self.grid_span}")
-        if self.timeout_seconds is not None and self.timeout_seconds <= 0:
-            raise ValueError(f"timeout_seconds must be positive or None, got {self.timeout_seconds}")
+        least = {"beam_width": 1, "proposals": 1, "patience": 1, "grid": 1}
+        least |= {"levels": 0, "repack_rounds": 0, "repack_patience": 0, "seed": 0}
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+                raise ValueError(f"{name} must be a whole number of at least {smallest}, got {value!r}")
+        if not 1.0 <= self.grid_span < math.inf:
+            raise ValueError(f"grid_span must be a number of at least 1, got {self.grid_span}")
+        if self.timeout_seconds is not None and not 0 < self.timeout_seconds < math.inf:
+            raise ValueError(f"timeout_seconds must be a positive number or None, got {self.timeout_seconds}")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torchrec_neuroshard.search.lower_bound import lower_bound_ms
 from torchrec_neuroshard.search.refine import refine
 from torchrec_neuroshard.search.repack import repack
 from torchrec_neuroshard.search.splits import Splits
-from torchrec_neuroshard.search.spread import choose_spread, must_be_spread
+from torchrec_neuroshard.search.spread import choose_spread, feasible_spread
 from torchrec_neuroshard.search.targets import fitting_splits, target_splits
 
 _NEARLY_AS_GOOD = 1.02  # times the least predicted cost: finalists
@@ -59,33 +59,32 @@ def _search_spread(simulator: PlanSimulator, config: SearchConfig, begun: float)
     def out_of_time(share: float) -> bool:
         return limit is not None and time.perf_counter() - begun > share * limit
 
-    required = must_be_spread(simulator.problem)
+    required, feasible = feasible_spread(simulator.problem)
     chosen = choose_spread(simulator, required, config, lambda: out_of_time(_SHARE_OF_SPREAD))
     results: list[SearchResult] = []
-    failure: InfeasibleError | None = None
-    for spread, share in ((chosen, _SHARE_OF_CHOSEN), (required, 1.0)):
-        if spread == chosen and results or (results and out_of_time(_SHARE_OF_CHOSEN)):
-            continue
-        part = config if limit is None else replace(config, timeout_seconds=share * limit)
+    if chosen != required:
+        part = config if limit is None else replace(config, timeout_seconds=_SHARE_OF_CHOSEN * limit)
         try:
-            results.append(_Search(simulator.spread_as(spread), part, begun).run())
-        except InfeasibleError as error:
-            failure = error
-    if not results:
-        assert failure is not None
-        raise failure
+            results.append(_Search(simulator.spread_as(chosen), part, begun).run())
+        except InfeasibleError:
+            pass  # greedy placements of some splits fitted; the required tables alone do fit
+    if not results or not out_of_time(_SHARE_OF_CHOSEN):
+        results.append(_Search(simulator.spread_as(required), config, begun, feasible).run())
     return min(results, key=lambda result: result.cost.total_ms)
 
 
 class _Search:
     """One search for the tables that are placed as columns: what it has found so far, its log and its clock."""
 
-    def __init__(self, simulator: PlanSimulator, config: SearchConfig, begun: float) -> None:
+    def __init__(
+        self, simulator: PlanSimulator, config: SearchConfig, begun: float, start: Placement | None = None
+    ) -> None:
+        """Starts from a placement that fits, found here unless given."""
         self._simulator, self._problem, self._config = simulator, simulator.problem, config
         self._begun = begun
         self._log: list[dict[str, Any]] = []
         self._finalists: list[Placement] = []
-        self._best = feasible_placement(self._problem)
+        self._best = start or feasible_placement(self._problem)
         self._best_ms = self._simulator.cost(self._best).total_ms
         self._note("feasible", self._best_ms, len(self._best.shards))
 

@@ -18,14 +18,18 @@ from torchrec_neuroshard.problem import (
     Shard,
     ShardingProblem,
 )
-from torchrec_neuroshard.search.packing import pack
+from torchrec_neuroshard.search.packing import Packing, pack
 from torchrec_neuroshard.search.splits import Splits, divide, shards_of, whole_tables
 
 _MAX_PASSES = 40
 
 
-def feasible_placement(problem: ShardingProblem) -> Placement:
+def feasible_placement(problem: ShardingProblem, exact: bool = True) -> Placement:
     """Finds a placement that fits in memory.
+
+    Args:
+        problem: the tables and ranks.
+        exact: where heuristics fail, solve an integer program too, which may take twenty seconds.
 
     Raises:
         InfeasibleError: none was found; carries the table or the totals, with bytes needed and available.
@@ -50,7 +54,7 @@ def feasible_placement(problem: ShardingProblem) -> Placement:
     filled = _fill(problem)
     if filled is not None:
         return filled
-    packing = pack(problem)
+    packing = pack(problem) if exact else Packing(None, False)
     if packing.pieces is not None:
         return _placement_of_pieces(problem, packing.pieces)
     raise _infeasible(problem, packing.impossible)
@@ -236,6 +240,8 @@ def _check_spread(problem: ShardingProblem) -> None:
 def _infeasible(problem: ShardingProblem, proved: bool) -> InfeasibleError:
     needed = _whole_bytes(problem)
     available = problem.cluster.capacity.sum(axis=0)
+    # The program packs columns; where tables may lie on all ranks instead, it proves nothing about them.
+    proved = proved and not any(problem.options[t].spread_types for t in problem.placed_tables)
     found = "there is no way (an integer program proves it)" if proved else "found no way"
     return InfeasibleError(
         f"{found} to pack the tables: they need {_gib(needed)}, the ranks have {_gib(available)} in all, but "

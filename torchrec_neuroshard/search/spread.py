@@ -18,6 +18,7 @@ from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.problem import DATA_PARALLEL, ROW_WISE, InfeasibleError, Placement, ShardingProblem
 from torchrec_neuroshard.search.beam import score
 from torchrec_neuroshard.search.config import SearchConfig
+from torchrec_neuroshard.search.feasibility import feasible_placement
 from torchrec_neuroshard.search.targets import fitting_splits, target_splits
 
 Spread = tuple[str, ...]
@@ -38,7 +39,7 @@ def choose_spread(
 
     Args:
         simulator: of the problem with nothing spread.
-        required: what :func:`must_be_spread` says.
+        required: tables that must be, as :func:`feasible_spread` says.
         config: of the greedy placements.
         out_of_time: asked before each trial.
 
@@ -73,6 +74,27 @@ def must_be_spread(problem: ShardingProblem) -> Spread:
     return tuple(spread)
 
 
+def feasible_spread(problem: ShardingProblem) -> tuple[Spread, Placement]:
+    """The fewest tables on all ranks with which the others fit, largest first, and where those fit.
+
+    Raises:
+        InfeasibleError: nothing was found that fits.
+    """
+    required = must_be_spread(problem)
+    more = [t for t, option in enumerate(problem.options) if not required[t] and option.spread_types]
+    size = {t: max(problem.shard_memory(t, problem.tables[t].embedding_dim)) for t in more}
+    order = sorted(more, key=lambda t: (-size[t], t))
+    counts = [0, *(2**power for power in range(len(order).bit_length()) if 2**power < len(order)), len(order)]
+    for count in dict.fromkeys(counts):
+        kinds = [(t, problem.options[t].spread_types[0]) for t in order[:count]]
+        spread = _with(required, kinds)
+        try:
+            return spread, feasible_placement(problem.spread_as(spread), exact=False)
+        except InfeasibleError:
+            continue
+    return required, feasible_placement(problem.spread_as(required))
+
+
 def _fits_as_columns(problem: ShardingProblem, table: int, capacity: NDArray[np.float64]) -> bool:
     """Whether some rank holds the narrowest column shard of the table."""
     if not problem.options[table].has_columns:
@@ -90,13 +112,15 @@ def _raise_too_large(
     problem: ShardingProblem, table: int, kinds: tuple[str, ...], capacity: NDArray[np.float64]
 ) -> None:
     name = problem.tables[table].name
-    needed = np.min([problem.spread_memory(table, kind).max(axis=0) for kind in kinds], axis=0)
-    available = capacity.min(axis=0)
+    least = capacity.min(axis=0)
+    each = [problem.spread_memory(table, kind).max(axis=0) for kind in kinds]
+    needed = min(each, key=lambda memory: float((memory / np.maximum(least, 1.0)).max()))
+    scarce = int((needed / np.maximum(least, 1.0)).argmax())
     raise InfeasibleError(
-        f"table {name!r} does not fit: {' and '.join(kinds)} need {needed.max() / 2**30:.3f} GiB on a rank that has "
-        f"{available.max() / 2**30:.3f} GiB",
+        f"table {name!r} does not fit: as {' or '.join(kinds)} it needs {needed[scarce] / 2**30:.3f} GiB of "
+        f"{('HBM', 'DDR')[scarce]} on a rank that has {max(least[scarce], 0.0) / 2**30:.3f} GiB",
         (float(needed[0]), float(needed[1])),
-        (float(available[0]), float(available[1])),
+        (float(least[0]), float(least[1])),
         name,
     )
 
@@ -123,7 +147,7 @@ class _Trials:
             for table_kinds in _prefixes(list(candidates)):
                 before = best
                 best, best_ms = self._better(best, best_ms, _with(start, table_kinds))
-                failures = 0 if best is not before else failures + 1
+                failures = 0 if best is not before or not np.isfinite(best_ms) else failures + 1
                 if failures >= _PREFIXES:
                     break
         failures = 0
