@@ -197,3 +197,12 @@ def test_settings_that_make_no_sense_are_refused() -> None:
             SearchConfig(**settings_)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout_seconds"):
         SearchConfig(timeout_seconds=float("nan"))
+
+
+def test_no_table_is_cut_by_rows_that_would_leave_a_rank_without() -> None:
+    """Five rows on four ranks are blocks of two, two, one and none."""
+    problem = hot_problem()
+    few = replace(problem.tables[-1], num_embeddings=5, access=AccessDistribution.zipf(5, 0.6))
+    tables = (*problem.tables[:-1], few)
+    problem = replace(problem, tables=tables, memory=SpreadMemory(tables, 4))
+    assert find_placement(problem, untrained_model()).placement.sharding_types[-1] != ROW_WISE

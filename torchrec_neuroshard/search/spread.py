@@ -14,6 +14,7 @@ from typing import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrec_neuroshard.costs.row_wise import row_blocks
 from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.problem import DATA_PARALLEL, ROW_WISE, InfeasibleError, Placement, ShardingProblem
 from torchrec_neuroshard.search.beam import score
@@ -81,7 +82,11 @@ def feasible_spread(problem: ShardingProblem) -> tuple[Spread, Placement]:
         InfeasibleError: nothing was found that fits.
     """
     required = must_be_spread(problem)
-    more = [t for t, option in enumerate(problem.options) if not required[t] and option.spread_types]
+    more = [
+        t
+        for t, option in enumerate(problem.options)
+        if not required[t] and option.spread_types and (option.spread_types[0] != ROW_WISE or _fills_ranks(problem, t))
+    ]
     size = {t: max(problem.shard_memory(t, problem.tables[t].embedding_dim)) for t in more}
     order = sorted(more, key=lambda t: (-size[t], t))
     counts = [0, *(2**power for power in range(len(order).bit_length()) if 2**power < len(order)), len(order)]
@@ -93,6 +98,12 @@ def feasible_spread(problem: ShardingProblem) -> tuple[Spread, Placement]:
         except InfeasibleError:
             continue
     return required, feasible_placement(problem.spread_as(required))
+
+
+def _fills_ranks(problem: ShardingProblem, table: int) -> bool:
+    """Whether every rank gets rows of a row-wise table; TorchRec 1.9 with FBGEMM 1.8 fails on a rank without."""
+    last, _ = row_blocks(problem.tables[table].num_embeddings, problem.cluster.world_size)[-1]
+    return last < problem.tables[table].num_embeddings
 
 
 def _fits_as_columns(problem: ShardingProblem, table: int, capacity: NDArray[np.float64]) -> bool:
@@ -191,7 +202,8 @@ class _Trials:
 
     def _row_wise(self) -> Iterator[tuple[int, str]]:
         """Tables that may be row-wise, costliest first."""
-        tables = [t for t, option in enumerate(self._problem.options) if ROW_WISE in option.sharding_types]
+        options = enumerate(self._problem.options)
+        tables = [t for t, option in options if ROW_WISE in option.sharding_types and _fills_ranks(self._problem, t)]
         cost = self._alone(tables)
         yield from ((t, ROW_WISE) for t in sorted(tables, key=lambda t: (-cost[t], t)))
 
