@@ -8,7 +8,7 @@ under such costs needs no model of ours, and a lower bound of them can be proved
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Iterable, Protocol
+from typing import Iterable, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,10 +47,6 @@ class AdditiveObjective:
     shard_costs: ShardCosts
     provenance: str = "analytic"
     hardware: str = "unknown"
-
-    def to_json(self) -> dict[str, Any]:
-        """Name, provenance and hardware."""
-        return {"name": self.name, "provenance": self.provenance, "hardware": self.hardware}
 
 
 class AdditiveSimulator(PlanSimulator):

@@ -37,7 +37,7 @@ def feasible_placement(problem: ShardingProblem, exact: bool = True) -> Placemen
     if not problem.placed_tables:
         _check_spread(problem)
         return Placement((), problem.sharding_types([False] * len(problem.tables)))
-    for widths in (lambda t: problem.tables[t].embedding_dim, lambda t: _least_width(problem, t)):
+    for widths in (lambda t: problem.tables[t].embedding_dim, lambda t: least_width(problem, t)):
         problem.prefetch_memory((t, widths(t)) for t in problem.placed_tables)
     _check_bounds(problem)
     splits: Splits | None = whole_tables(problem)
@@ -183,7 +183,7 @@ def _widest_piece(
     return best
 
 
-def _least_width(problem: ShardingProblem, table: int) -> int:
+def least_width(problem: ShardingProblem, table: int) -> int:
     """Columns of the narrowest shard that the table may be cut into."""
     width = problem.tables[table].embedding_dim
     if problem.splittable(table):
@@ -197,7 +197,7 @@ def _check_bounds(problem: ShardingProblem) -> None:
     capacity = problem.cluster.capacity
     for index in problem.placed_tables:
         table = problem.tables[index]
-        least = np.asarray(problem.shard_memory(index, _least_width(problem, index)))
+        least = np.asarray(problem.shard_memory(index, least_width(problem, index)))
         if not (capacity >= least).all(axis=1).any():
             best = capacity[np.argmax((capacity - least).min(axis=1))]
             raise InfeasibleError(

@@ -19,7 +19,7 @@ from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.problem import DATA_PARALLEL, ROW_WISE, InfeasibleError, Placement, ShardingProblem
 from torchrec_neuroshard.search.beam import score
 from torchrec_neuroshard.search.config import SearchConfig
-from torchrec_neuroshard.search.feasibility import feasible_placement
+from torchrec_neuroshard.search.feasibility import feasible_placement, least_width
 from torchrec_neuroshard.search.targets import fitting_splits, target_splits
 
 Spread = tuple[str, ...]
@@ -58,7 +58,7 @@ def must_be_spread(problem: ShardingProblem) -> Spread:
     """
     spread = [""] * len(problem.tables)
     tables = [t for t, option in enumerate(problem.options) if option.has_columns]
-    problem.prefetch_memory((t, _narrowest(problem, t)) for t in tables)
+    problem.prefetch_memory((t, least_width(problem, t)) for t in tables)
     capacity = problem.cluster.capacity.astype(np.float64).copy()
     found = True
     while found:  # what is spread leaves less room for the others
@@ -110,13 +110,7 @@ def _fits_as_columns(problem: ShardingProblem, table: int, capacity: NDArray[np.
     """Whether some rank holds the narrowest column shard of the table."""
     if not problem.options[table].has_columns:
         return False
-    return bool((capacity >= problem.shard_memory(table, _narrowest(problem, table))).all(axis=1).any())
-
-
-def _narrowest(problem: ShardingProblem, table: int) -> int:
-    """Columns of the narrowest shard that the table may be cut into."""
-    dim = problem.tables[table].embedding_dim
-    return min(problem.options[table].min_width, dim) if problem.splittable(table) else dim
+    return bool((capacity >= problem.shard_memory(table, least_width(problem, table))).all(axis=1).any())
 
 
 def _raise_too_large(
