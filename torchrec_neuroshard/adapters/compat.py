@@ -75,6 +75,24 @@ def estimators_of(enumerator: Enumerator, kind: type[ShardEstimator]) -> list[Sh
     return [estimator for estimator in getattr(enumerator, "_estimators", []) if isinstance(estimator, kind)]
 
 
+def estimate(
+    enumerator: Enumerator, kind: type[ShardEstimator], options: list[ShardingOption], maps: Mapping[str, Any]
+) -> None:
+    """Lets the enumerator's estimators of one kind estimate options, or all of them where it does not tell them apart.
+
+    Args:
+        enumerator: whose estimators are asked.
+        kind: of the estimators.
+        options: get their shards' storage or perf set.
+        maps: from :func:`sharder_maps`.
+    """
+    estimators = estimators_of(enumerator, kind)
+    if not estimators:
+        populate_estimates(enumerator, options, maps)
+    for estimator in estimators:
+        estimator.estimate(options, **maps)
+
+
 def default_storage_reservation() -> StorageReservation:
     """TorchRec's default reservation, without the FutureWarning that is meant for those who chose it."""
     with warnings.catch_warnings():
@@ -185,6 +203,7 @@ __all__ = [
     "PlannerError",
     "default_storage_reservation",
     "error_type",
+    "estimate",
     "estimate_arguments",
     "estimators_of",
     "fused_params_of",

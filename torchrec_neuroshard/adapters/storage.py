@@ -20,7 +20,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder
 
-from torchrec_neuroshard.adapters.compat import estimators_of, populate_estimates
+from torchrec_neuroshard.adapters.compat import estimate
 from torchrec_neuroshard.adapters.module_tables import ShardableTable
 from torchrec_neuroshard.adapters.sharding_plan import option_of_widths, spread_option
 from torchrec_neuroshard.problem import ROW_WISE
@@ -57,7 +57,6 @@ class ShardStorage:
         self._on_device = device != "cpu"
         self._world_size = world_size
         self._spread: dict[tuple[int, str], NDArray[np.float64]] = {}
-        self._estimators = estimators_of(enumerator, EmbeddingStorageEstimator)
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def __call__(self, table: int, width: int) -> tuple[float, float]:
@@ -98,11 +97,7 @@ class ShardStorage:
 
     def _estimate(self, options: list[ShardingOption]) -> None:
         """Lets TorchRec estimate the storage of the options' shards."""
-        if self._estimators:
-            for estimator in self._estimators:
-                estimator.estimate(options, **self._sharder_maps)
-        else:
-            populate_estimates(self._enumerator, options, self._sharder_maps)
+        estimate(self._enumerator, EmbeddingStorageEstimator, options, self._sharder_maps)
         if any(shard.storage is None for option in options for shard in option.shards):
             raise ValueError(
                 f"{type(self._enumerator).__name__} does not estimate storage; "

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.types import Enumerator, Perf, ShardingOption
 
-from torchrec_neuroshard.adapters.compat import estimators_of, populate_estimates
+from torchrec_neuroshard.adapters.compat import estimate
 from torchrec_neuroshard.adapters.module_tables import ShardableTable
 from torchrec_neuroshard.adapters.sharding_plan import option_of_widths, spread_option
 from torchrec_neuroshard.costs.additive_simulator import AdditiveObjective
@@ -56,7 +56,6 @@ class _TorchRecCosts:
     ) -> None:
         self._tables, self._enumerator, self._maps = tables, enumerator, sharder_maps
         self._batch_size, self._world_size = batch_size, world_size
-        self._estimators = estimators_of(enumerator, EmbeddingPerfEstimator)
 
     def __call__(self, shards: list[tuple[int, int]]) -> NDArray[np.float64]:
         widths: dict[int, list[int]] = {}
@@ -78,11 +77,7 @@ class _TorchRecCosts:
         return np.asarray([_parts(shard.perf) for shard in option.shards])
 
     def _estimate(self, options: list[ShardingOption]) -> None:
-        if self._estimators:
-            for estimator in self._estimators:
-                estimator.estimate(options, **self._maps)
-        else:
-            populate_estimates(self._enumerator, options, self._maps)
+        estimate(self._enumerator, EmbeddingPerfEstimator, options, self._maps)
 
 
 def _parts(perf: Perf | None) -> tuple[float, float, float, float]:
