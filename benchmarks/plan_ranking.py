@@ -173,9 +173,7 @@ def run_round(path: Path, key: CaseKey, source: str, number: int) -> None:
     start = number % len(labels)
     labels = labels[start:] + labels[:start]
     timed = [
-        TimedPlan(
-            source, case.world_size, case.plans[label], near_bottleneck(times[label]) if label in times else None
-        )
+        TimedPlan(source, case.world_size, case.plans[label], near_bottleneck(times[label]) if label in times else None)
         for label in labels
     ]
     process, begun = f"{os.getpid()}-{int(time.time())}-{number}", time.perf_counter()

@@ -177,9 +177,7 @@ def rank_all(cases: Sequence[MeasuredCase], predicted_ms: Sequence[NDArray[np.fl
     )
 
 
-def tau_within(
-    predicted_ms: Sequence[NDArray[np.float64]], measured_ms: Sequence[NDArray[np.float64]]
-) -> float | None:
+def tau_within(predicted_ms: Sequence[NDArray[np.float64]], measured_ms: Sequence[NDArray[np.float64]]) -> float | None:
     """Kendall's tau-b over the pairs of plans of the same workload; None where there is no pair to compare.
 
     Args:

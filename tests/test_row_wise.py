@@ -11,7 +11,8 @@ from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 
 from torchrec_neuroshard.access import AccessDistribution
 from torchrec_neuroshard.costs.features import shard_features
-from torchrec_neuroshard.costs.row_wise import row_blocks, row_wise_work
+from torchrec_neuroshard.costs.row_wise import row_wise_work
+from torchrec_neuroshard.layout import row_blocks
 from torchrec_neuroshard.problem import Table
 
 BATCH = 4096

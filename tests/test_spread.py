@@ -13,16 +13,17 @@ from tests.problems import WeightMemory, random_problem, untrained_model
 from torchrec_neuroshard.access import AccessDistribution
 from torchrec_neuroshard.costs.additive_simulator import AdditiveObjective, simulate
 from torchrec_neuroshard.costs.features import segment_sums, shard_features
-from torchrec_neuroshard.costs.row_wise import row_blocks, row_wise_work
+from torchrec_neuroshard.costs.row_wise import row_wise_work
 from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.problem import (
     DATA_PARALLEL,
+    EVERYWHERE_TYPES,
     ROW_WISE,
-    SPREAD_TYPES,
     TABLE_WISE,
     InfeasibleError,
     Placement,
     ShardingProblem,
+    Spread,
     Table,
     TableOptions,
     check_placement,
@@ -34,23 +35,21 @@ from torchrec_neuroshard.search.lower_bound import lower_bound_ms
 class SpreadMemory(WeightMemory):
     """Bytes of the weights alone, in host memory, wherever they lie."""
 
-    def __init__(self, tables: tuple[Table, ...], ranks: int) -> None:
+    def __init__(self, tables: tuple[Table, ...], ranks: int, ranks_per_host: int = 0) -> None:
         super().__init__(tables)
-        self._ranks = ranks
+        self._ranks, self._ranks_per_host = ranks, ranks_per_host or ranks
 
-    def spread(self, table: int, sharding_type: str) -> np.ndarray:
+    def spread(self, table: int, spread: Spread) -> np.ndarray:
         entry = self._tables[table]
-        rows = np.full(self._ranks, entry.num_embeddings)
-        if sharding_type == ROW_WISE:
-            rows = np.asarray([last - first for first, last in row_blocks(entry.num_embeddings, self._ranks)])
-        return np.stack([np.zeros(self._ranks), 4.0 * rows * entry.embedding_dim], axis=1)
+        blocks = spread.blocks(entry.num_embeddings, entry.embedding_dim, self._ranks, self._ranks_per_host)
+        return np.asarray([(0.0, 4.0 * block.rows * block.width) for block in blocks])
 
 
 def with_all_types(problem: ShardingProblem) -> ShardingProblem:
     return replace(
         problem,
         options=tuple(
-            TableOptions((*option.sharding_types, *SPREAD_TYPES), option.min_width) for option in problem.options
+            TableOptions((*option.sharding_types, *EVERYWHERE_TYPES), option.min_width) for option in problem.options
         ),
         memory=SpreadMemory(problem.tables, problem.cluster.world_size),
     )
@@ -161,8 +160,8 @@ def test_additive_costs_of_spread_tables_count_on_every_rank() -> None:
         def __call__(self, shards: list[tuple[int, int]]) -> np.ndarray:
             return np.asarray([[100.0 if table == 8 else 1.0, 0.0, 0.0, 0.0] for table, _ in shards])
 
-        def spread(self, table: int, sharding_type: str) -> np.ndarray:
-            return np.full((2, 4), 10.0 if table == 8 and sharding_type == ROW_WISE else 50.0)
+        def spread(self, table: int, spread: Spread) -> np.ndarray:
+            return np.full((2, 4), 10.0 if table == 8 and spread.kind == ROW_WISE else 50.0)
 
     objective = AdditiveObjective("given", Costs())
     found = find_placement(problem, objective)

@@ -58,7 +58,6 @@ from torchrec_neuroshard.costs.model import CostModel, shipped_models
 from torchrec_neuroshard.costs.plan_uncertainty import plan_uncertainty
 from torchrec_neuroshard.costs.registry import resolve_cost_model
 from torchrec_neuroshard.problem import (
-    SPREAD_TYPES,
     Cluster,
     InfeasibleError,
     Pipeline,
@@ -282,7 +281,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         cluster = planning_cluster(topology, capacity, self._hardware_name(), self._pipeline)
         maps = compat.sharder_maps(sharders)
         objective = self._objective(tables, cluster, maps, notes)
-        storage = ShardStorage(tables, self._enumerator, maps, self._batch_size, cluster.device, cluster.world_size)
+        storage = ShardStorage(tables, self._enumerator, maps, self._batch_size, cluster)
         gathered = perf_counter() - begun
         search = SplitSearch(
             tables, cluster, self._batch_size, storage, objective, self._column_split, self._search,
@@ -296,7 +295,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         simulator = simulate(problem, objective)
         cost = simulator.cost(placement)
 
-        options = sharding_options(tables, placement, self._batch_size, cluster.world_size)
+        options = sharding_options(tables, placement, self._batch_size, cluster)
         set_estimates(options, placement, simulator, cost)
         for callback in self._callbacks:
             options = callback(options)
@@ -348,9 +347,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
     ) -> Objective:
         """The costs to minimise, and warnings of what they do not cover."""
         if self._cost_model == TORCHREC_COSTS:
-            return torchrec_objective(
-                tables, self._enumerator, maps, self._batch_size, cluster.world_size, cluster.hardware
-            )
+            return torchrec_objective(tables, self._enumerator, maps, self._batch_size, cluster)
         cost_model = resolve_cost_model(self._cost_model, cluster.device, cluster.hardware)
         measured_on = cost_model.card.get("hardware", {}).get("device", cluster.device)
         if measured_on != cluster.device:
@@ -474,9 +471,9 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
 def _memory_bytes(problem: ShardingProblem, placement: Placement) -> NDArray[np.float64]:
     """[ranks, 2] bytes of HBM and DDR that a placement's shards take."""
     used = np.zeros((problem.cluster.world_size, 2))
-    for table, kind in enumerate(placement.sharding_types):
-        if kind in SPREAD_TYPES:
-            used += problem.spread_memory(table, kind)
+    for table, spread in enumerate(placement.spreads):
+        if spread is not None:
+            used += problem.spread_memory(table, spread)
     for shard in placement.shards:
         used[shard.rank] += problem.shard_memory(shard.table, shard.width)
     return used

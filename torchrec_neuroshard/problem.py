@@ -14,20 +14,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_neuroshard.access import AccessDistribution
-
-TABLE_WISE = "table_wise"
-COLUMN_WISE = "column_wise"
-ROW_WISE = "row_wise"
-DATA_PARALLEL = "data_parallel"
-
-# Types whose shards a search places one by one, and those that spread a table over all ranks alike.
-COLUMN_TYPES = (TABLE_WISE, COLUMN_WISE)
-SPREAD_TYPES = (ROW_WISE, DATA_PARALLEL)
+from torchrec_neuroshard.layout import (
+    COLUMN_TYPES,
+    COLUMN_WISE,
+    DATA_PARALLEL,
+    EVERYWHERE_TYPES,
+    GRID_SHARD,
+    HOST_TYPES,
+    ROW_TYPES,
+    ROW_WISE,
+    SPREAD_TYPES,
+    TABLE_COLUMN_WISE,
+    TABLE_ROW_WISE,
+    TABLE_WISE,
+    Block,
+    Placement,
+    Shard,
+    Spread,
+)
 
 # FBGEMM needs shard widths that are multiples of this many columns.
 WIDTH_MULTIPLE = 4
 
 DATA_TYPE_BYTES = {"fp32": 4, "fp16": 2}
+
+# Kernels of tables whose optimizer is fused: rows in the device's memory, in host memory, or there with a cache.
+FUSED = "fused"
+UVM = "fused_uvm"
+UVM_CACHING = "fused_uvm_caching"
+FUSED_KERNELS = (FUSED, UVM, UVM_CACHING)
 
 
 class Pipeline(str, Enum):
@@ -61,6 +76,9 @@ class Table:
         module: path of the embedding module that holds the table; two modules never share a fused group.
         id_order: how ids lie, one of :data:`~torchrec_neuroshard.access.ID_ORDERS`; it decides what each block of
             rows sees.
+        unpooled: every row looked up is returned (EmbeddingCollection), not one sum for each bag.
+        kernel: where rows lie, one of :data:`FUSED_KERNELS`.
+        load_factor: share of the rows that the cache of "fused_uvm_caching" holds; 0 for other kernels.
     """
 
     name: str
@@ -74,6 +92,9 @@ class Table:
     access: AccessDistribution | None = None
     module: str = ""
     id_order: str = "scattered"
+    unpooled: bool = False
+    kernel: str = FUSED
+    load_factor: float = 0.0
 
     @cached_property
     def distribution(self) -> AccessDistribution:
@@ -85,10 +106,15 @@ class Table:
         """Bytes of one weight."""
         return DATA_TYPE_BYTES[self.data_type]
 
+    @property
+    def outputs(self) -> float:
+        """Rows of the table's width that a sample gets: one for each bag, or for each id of an unpooled table."""
+        return self.pooling_factor if self.unpooled else float(self.num_features)
+
     def group_key(self, sharding_type: str) -> tuple[str, ...]:
         """What shards on one rank must agree in for one TBE to serve them."""
         weighted = "weighted" if self.weighted else "unweighted"
-        return (self.module, sharding_type, self.data_type, weighted, self.optimizer)
+        return (self.module, sharding_type, self.data_type, weighted, self.optimizer, self.kernel)
 
 
 @dataclass(frozen=True)
@@ -104,6 +130,8 @@ class Cluster:
         intra_host_gbps: GB/s between two ranks of a host.
         inter_host_gbps: GB/s between two hosts, per rank.
         pipeline: how the training loop overlaps work.
+        host_size: ranks among which TorchRec cuts what stays within a host; 0 for ``local_world_size``, which is more
+            where fast links join several hosts to a pod.
     """
 
     world_size: int
@@ -114,6 +142,17 @@ class Cluster:
     intra_host_gbps: float = 600.0
     inter_host_gbps: float = 12.5
     pipeline: Pipeline = Pipeline.SPARSE_DIST
+    host_size: int = 0
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Ranks among which tables are cut that stay within a host."""
+        return self.host_size or self.local_world_size
+
+    @property
+    def hosts(self) -> int:
+        """Hosts on which such tables may lie; ranks left over when hosts are not full get none."""
+        return self.world_size // self.ranks_per_host
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 1 <= self.local_world_size <= self.world_size:
@@ -131,10 +170,12 @@ class TableOptions:
     Attributes:
         sharding_types: allowed types, a subset of :data:`COLUMN_TYPES` and :data:`SPREAD_TYPES`.
         min_width: narrowest column shard; the table's whole dim when it must not be split.
+        kernels: allowed of :data:`FUSED_KERNELS`, preferred first.
     """
 
     sharding_types: tuple[str, ...]
     min_width: int
+    kernels: tuple[str, ...] = (FUSED,)
 
     def __post_init__(self) -> None:
         if not self.sharding_types or set(self.sharding_types) - {*COLUMN_TYPES, *SPREAD_TYPES}:
@@ -143,7 +184,7 @@ class TableOptions:
 
     @property
     def spread_types(self) -> tuple[str, ...]:
-        """The allowed types that spread the table over all ranks."""
+        """The allowed types whose tables are not placed shard by shard."""
         return tuple(kind for kind in self.sharding_types if kind in SPREAD_TYPES)
 
     @property
@@ -156,37 +197,14 @@ class ShardMemory(Protocol):
     """Bytes of one column shard: weights, optimizer state and buffers.
 
     One that is faster for many shards at once has a method ``prefetch`` too, which takes (table, width) pairs; one
-    that knows what tables take when they are spread over all ranks has ``spread(table, sharding_type)``, which returns
-    [ranks, 2] bytes.
+    that knows what spread tables take has ``spread(table, spread)``, which returns [blocks, 2] bytes of the blocks that
+    ``ShardingProblem.blocks`` has; one that knows other kernels than "fused" has ``with_kernels(kernels)``, which takes
+    and returns what ``ShardingProblem.with_kernels`` does.
     """
 
     def __call__(self, table: int, width: int) -> tuple[float, float]:
         """Returns (HBM bytes, DDR bytes) of a shard of ``width`` columns of table number ``table``."""
         ...
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A contiguous block of columns of one table on one rank."""
-
-    table: int
-    offset: int
-    width: int
-    rank: int
-
-
-@dataclass(frozen=True)
-class Placement:
-    """A solution: every column of every table on exactly one rank, or the table on all of them.
-
-    Attributes:
-        shards: ordered by (table, offset); tables of :data:`SPREAD_TYPES` have none: row-wise ones are cut into equal
-            blocks of rows, one on each rank, and data-parallel ones lie whole on every rank.
-        sharding_types: [tables] the type each table is written as.
-    """
-
-    shards: tuple[Shard, ...]
-    sharding_types: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -199,7 +217,7 @@ class ShardingProblem:
         cluster: the ranks.
         batch_size: samples per rank.
         memory: bytes of a shard.
-        spread: [tables] the type of tables that are to be spread over all ranks, "" for others; () for none.
+        spread: [tables] how those tables lie that are not to be placed, None for others; () for none.
     """
 
     tables: tuple[Table, ...]
@@ -207,7 +225,7 @@ class ShardingProblem:
     cluster: Cluster
     batch_size: int
     memory: ShardMemory
-    spread: tuple[str, ...] = ()
+    spread: tuple[Spread | None, ...] = ()
     _memory_cache: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -218,31 +236,68 @@ class ShardingProblem:
         if self.spread and len(self.spread) != len(self.tables):
             raise ValueError(f"{len(self.tables)} tables but {len(self.spread)} ways to spread them")
 
-    def spread_as(self, spread: tuple[str, ...]) -> ShardingProblem:
-        """The problem of placing the other tables, once these lie on all ranks and take their memory.
+    def spread_as(self, spread: tuple[Spread | None, ...]) -> ShardingProblem:
+        """The problem of placing the other tables, once these lie somewhere and take their memory.
 
         Args:
-            spread: [tables] a type of :data:`SPREAD_TYPES`, or "" for tables to be placed as columns.
+            spread: [tables] how a table lies, or None for tables to be placed as columns.
         """
         if not any(spread):
             return self
-        taken = np.sum([self.spread_memory(t, kind) for t, kind in enumerate(spread) if kind], axis=0)
+        taken = np.sum([self.spread_memory(t, how) for t, how in enumerate(spread) if how], axis=0)
         return replace(self, spread=spread, cluster=replace(self.cluster, capacity=self.cluster.capacity - taken))
 
-    def spread_memory(self, table: int, sharding_type: str) -> NDArray[np.float64]:
-        """[ranks, 2] bytes of HBM and DDR that a table takes when spread over all ranks.
+    def with_kernels(self, kernels: tuple[tuple[str, float], ...]) -> ShardingProblem:
+        """The problem with these kernels.
+
+        Args:
+            kernels: [tables] (kernel, load factor) of each table; () leaves all as they are.
+
+        Raises:
+            ValueError: the problem's memory knows no other kernels.
+        """
+        if not kernels or kernels == self.kernels:
+            return self
+        with_kernels = getattr(self.memory, "with_kernels", None)
+        if with_kernels is None:
+            raise ValueError(f"{type(self.memory).__name__} does not tell what tables of other kernels take")
+        tables = tuple(
+            replace(table, kernel=kernel, load_factor=load_factor)
+            for table, (kernel, load_factor) in zip(self.tables, kernels)
+        )
+        return replace(self, tables=tables, memory=with_kernels(kernels), _memory_cache={})
+
+    @property
+    def kernels(self) -> tuple[tuple[str, float], ...]:
+        """[tables] (kernel, load factor) of each table."""
+        return tuple((table.kernel, table.load_factor) for table in self.tables)
+
+    def blocks(self, table: int, spread: Spread) -> tuple[Block, ...]:
+        """The pieces of a spread table, in TorchRec's order of its shards."""
+        of, cluster = self.tables[table], self.cluster
+        return spread.blocks(of.num_embeddings, of.embedding_dim, cluster.world_size, cluster.ranks_per_host)
+
+    def block_memory(self, table: int, spread: Spread) -> NDArray[np.float64]:
+        """[blocks, 2] bytes of HBM and DDR that the blocks of a spread table take.
 
         Raises:
             ValueError: the problem's memory does not know.
         """
-        spread = getattr(self.memory, "spread", None)
-        if spread is None:
+        of_blocks = getattr(self.memory, "spread", None)
+        if of_blocks is None:
             raise ValueError(f"{type(self.memory).__name__} does not tell what spread tables take")
-        return np.asarray(spread(table, sharding_type), dtype=np.float64)
+        return np.asarray(of_blocks(table, spread), dtype=np.float64)
+
+    def spread_memory(self, table: int, spread: Spread) -> NDArray[np.float64]:
+        """[ranks, 2] bytes of HBM and DDR that a spread table takes."""
+        taken = np.zeros((self.cluster.world_size, 2))
+        ranks = [block.rank for block in self.blocks(table, spread)]
+        np.add.at(taken, ranks, self.block_memory(table, spread))
+        return taken
 
     def is_spread(self, table: int) -> bool:
-        """Whether the table lies on all ranks, so that there is nothing to place."""
-        return bool(self.spread) and bool(self.spread[table])
+        """Whether it is settled where the table lies, so that there is nothing to place."""
+        return bool(self.spread) and self.spread[table] is not None
 
     @property
     def placed_tables(self) -> tuple[int, ...]:
@@ -285,12 +340,22 @@ class ShardingProblem:
         split_modules = {table.module for table, is_split in zip(self.tables, split) if is_split}
         types = []
         for index, (table, option) in enumerate(zip(self.tables, self.options)):
-            if self.is_spread(index):
-                types.append(self.spread[index])
+            spread = self.spread[index] if self.spread else None
+            if spread is not None:
+                types.append(spread.kind)
                 continue
             preferred, other = (COLUMN_WISE, TABLE_WISE) if table.module in split_modules else (TABLE_WISE, COLUMN_WISE)
             types.append(preferred if preferred in option.sharding_types else other)
         return tuple(types)
+
+    def placement(self, shards: tuple[Shard, ...], split: Sequence[bool]) -> Placement:
+        """The placement of these shards, and of what is spread.
+
+        Args:
+            shards: ordered by (table, offset).
+            split: [tables] whether a table is split.
+        """
+        return Placement(shards, self.sharding_types(split), self.spread if any(self.spread) else ())
 
     def groups_and_lookups(self, split: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """[tables] indices into :attr:`group_keys` and :attr:`lookup_keys`, given which tables are split."""
@@ -318,7 +383,7 @@ class ShardingProblem:
 
     @cached_property
     def group_keys(self) -> tuple[tuple[str, ...], ...]:
-        """Distinct keys of fused groups, (module, sharding type, data type, weighted, optimizer), in a fixed order."""
+        """Distinct keys of fused groups (see ``Table.group_key``), in a fixed order."""
         kinds = ((table, kind) for index, table in enumerate(self.tables) for kind in self._types(index))
         return tuple(sorted({table.group_key(kind) for table, kind in kinds}))
 
@@ -354,8 +419,9 @@ class ShardingProblem:
 
     def _types(self, table: int) -> tuple[str, ...]:
         """The types that the table's shards may be written as, given what is spread."""
-        if self.is_spread(table):
-            return (self.spread[table],)
+        spread = self.spread[table] if self.spread else None
+        if spread is not None:
+            return (spread.kind,)
         return tuple(kind for kind in self.options[table].sharding_types if kind in COLUMN_TYPES)
 
 
@@ -380,7 +446,7 @@ class InfeasibleError(Exception):
 def check_placement(problem: ShardingProblem, placement: Placement) -> list[str]:
     """Independent check of a placement; returns what is wrong with it (empty when nothing is).
 
-    Each column of each table lies on exactly one rank, or the table on all, widths and types are allowed, memory
+    Each element of each table lies on exactly one rank, or the table on all, widths and types are allowed, memory
     suffices.
     """
     faults: list[str] = []
@@ -402,12 +468,15 @@ def check_placement(problem: ShardingProblem, placement: Placement) -> list[str]
         pieces[shard.table] += 1
         used[shard.rank] += problem.shard_memory(shard.table, shard.width)
     for index, table in enumerate(problem.tables):
-        kind = placement.sharding_types[index]
-        expected = 0 if kind in SPREAD_TYPES else table.embedding_dim
+        kind, spread = placement.sharding_types[index], placement.spreads[index]
+        expected = 0 if spread else table.embedding_dim
         if columns[index] != expected:
             faults.append(f"{table.name}: {columns[index]} of {expected} columns are placed")
-        if kind in SPREAD_TYPES:
-            used += problem.spread_memory(index, kind)
+        if spread:
+            used += problem.spread_memory(index, spread)
+            faults += [f"{table.name}: {fault}" for fault in _spread_faults(problem, index, spread)]
+        if (spread.kind if spread else kind) != kind:
+            faults.append(f"{table.name}: written as {kind}, but lies {spread}")
         if kind not in problem.options[index].sharding_types:
             faults.append(f"{table.name}: sharding type {kind} is not allowed")
         if kind == TABLE_WISE and pieces[index] > 1:
@@ -415,3 +484,57 @@ def check_placement(problem: ShardingProblem, placement: Placement) -> list[str]
     for rank in np.flatnonzero((used > problem.cluster.capacity * (1 + 1e-12)).any(axis=1)):
         faults.append(f"rank {rank}: {used[rank]} bytes used of {problem.cluster.capacity[rank]}")
     return faults
+
+
+def _spread_faults(problem: ShardingProblem, index: int, spread: Spread) -> list[str]:
+    """What is wrong with the blocks of a spread table."""
+    table, cluster = problem.tables[index], problem.cluster
+    blocks = problem.blocks(index, spread)
+    if not all(0 <= block.rank < cluster.world_size for block in blocks):
+        return [f"lies on ranks that do not exist: {spread}"]
+    elements = float(table.num_embeddings) * table.embedding_dim
+    copies = cluster.world_size if spread.kind == DATA_PARALLEL else 1
+    faults = []
+    if sum(float(block.rows) * block.width for block in blocks) != copies * elements:
+        faults.append("its blocks do not make up the table")
+    size = cluster.ranks_per_host
+    if spread.kind in ROW_TYPES and any(rank % size or rank // size >= cluster.hosts for _, rank in spread.pieces):
+        faults.append(f"not all first ranks of full hosts: {spread}")
+    hosts = {block.rank // size for block in blocks}
+    if spread.kind in (TABLE_ROW_WISE, TABLE_COLUMN_WISE) and len(hosts) > 1:
+        faults.append(f"{spread.kind} on several hosts: {sorted(hosts)}")
+    return faults
+
+
+__all__ = [
+    "Block",
+    "COLUMN_TYPES",
+    "COLUMN_WISE",
+    "Cluster",
+    "DATA_PARALLEL",
+    "DATA_TYPE_BYTES",
+    "EVERYWHERE_TYPES",
+    "FUSED",
+    "FUSED_KERNELS",
+    "GRID_SHARD",
+    "HOST_TYPES",
+    "InfeasibleError",
+    "Pipeline",
+    "Placement",
+    "ROW_TYPES",
+    "ROW_WISE",
+    "SPREAD_TYPES",
+    "Shard",
+    "ShardMemory",
+    "ShardingProblem",
+    "Spread",
+    "TABLE_COLUMN_WISE",
+    "TABLE_ROW_WISE",
+    "TABLE_WISE",
+    "Table",
+    "TableOptions",
+    "UVM",
+    "UVM_CACHING",
+    "WIDTH_MULTIPLE",
+    "check_placement",
+]

@@ -21,10 +21,12 @@ from torchrec_neuroshard.adapters.names import qualified_name, unique_names
 from torchrec_neuroshard.adapters.optimizers import FusedOptimizer, optimizer_of
 from torchrec_neuroshard.adapters.table_stats import TableStats
 from torchrec_neuroshard.problem import (
+    COLUMN_TYPES,
     COLUMN_WISE,
     DATA_PARALLEL,
-    ROW_WISE,
-    TABLE_WISE,
+    GRID_SHARD,
+    SPREAD_TYPES,
+    TABLE_COLUMN_WISE,
     WIDTH_MULTIPLE,
     Table,
     TableOptions,
@@ -36,7 +38,11 @@ FUSED = EmbeddingComputeKernel.FUSED.value
 DENSE = EmbeddingComputeKernel.DENSE.value
 
 # The sharding types that are planned, each with its kernel.
-KERNELS = {TABLE_WISE: FUSED, COLUMN_WISE: FUSED, ROW_WISE: FUSED, DATA_PARALLEL: DENSE}
+KERNELS = {kind: DENSE if kind == DATA_PARALLEL else FUSED for kind in (*COLUMN_TYPES, *SPREAD_TYPES)}
+
+# Types that only a constraint that names them allows: a data-parallel table has no fused optimizer (one that the user
+# gave to the sharder would silently be lost, and the table stay as it is); TorchRec considers grids only when asked to.
+_NAMED_ONLY = (DATA_PARALLEL, GRID_SHARD)
 
 # Columns below which a split never pays, for optimizers that do not mind how columns are cut.
 _AUTO_MIN_WIDTH = 16
@@ -89,7 +95,7 @@ class ShardableTable:
                 others (row-wise Adagrad). The user's ``min_partition`` wins over the last two.
         """
         dim = self.table.embedding_dim
-        if column_split == "never" or COLUMN_WISE not in self.sharding_types:
+        if column_split == "never" or not set(self.sharding_types) & {COLUMN_WISE, TABLE_COLUMN_WISE, GRID_SHARD}:
             width = dim
         elif self.constraints is not None and self.constraints.min_partition:
             width = self.constraints.min_partition
@@ -190,11 +196,7 @@ def _shardable(
 def _allowed_types(
     table: str, constraint: ParameterConstraints | None, offered: Mapping[str, Sequence[str]]
 ) -> tuple[str, ...]:
-    """Types that are planned, and that the sharder offers and the constraints allow with their kernel.
-
-    A data-parallel table has no fused optimizer: one that the user gave to the sharder would silently be lost, and the
-    table stay as it is. So only a constraint that names the type allows it.
-    """
+    """Types that are planned, and that the sharder offers and the constraints allow with their kernel."""
     wanted_types = constraint.sharding_types if constraint else None
     wanted_kernels = constraint.compute_kernels if constraint else None
     left = {
@@ -205,8 +207,10 @@ def _allowed_types(
     allowed = tuple(
         kind
         for kind, kernel in KERNELS.items()
-        if kernel in left.get(kind, ()) and (kind != DATA_PARALLEL or kind in (wanted_types or ()))
+        if kernel in left.get(kind, ()) and (kind not in _NAMED_ONLY or kind in (wanted_types or ()))
     )
+    if COLUMN_WISE in allowed:  # the run time serves both by the same code, wherever the shards lie
+        allowed = tuple(kind for kind in allowed if kind != TABLE_COLUMN_WISE)
     if allowed:
         return allowed
     pairs = [f"{kind} with kernel {kernel}" for kind, kernels in left.items() for kernel in kernels]

@@ -6,7 +6,7 @@ from torchrec.distributed.planner.types import ShardingOption
 
 from torchrec_neuroshard.adapters.compat import make_perf, make_storage
 from torchrec_neuroshard.costs.simulator import PlanCost, PlanSimulator
-from torchrec_neuroshard.problem import SPREAD_TYPES, Placement
+from torchrec_neuroshard.problem import Placement
 
 
 def set_estimates(
@@ -22,10 +22,10 @@ def set_estimates(
     """
     problem = simulator.problem
     for number, (option, shares) in enumerate(zip(options, simulator.shares(placement, cost))):
-        kind = placement.sharding_types[number]
+        spread = placement.spreads[number]
         memory = (
-            problem.spread_memory(number, kind)
-            if kind in SPREAD_TYPES
+            problem.block_memory(number, spread)
+            if spread is not None
             else [problem.shard_memory(number, int(shard.size[1])) for shard in option.shards]
         )
         for shard, share, (hbm, ddr) in zip(option.shards, shares.tolist(), memory):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Sequence
 
 import numpy as np
@@ -11,17 +10,16 @@ from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.adapters.module_tables import KERNELS, ShardableTable
 from torchrec_neuroshard.problem import (
-    COLUMN_WISE,
+    EVERYWHERE_TYPES,
+    ROW_TYPES,
     SPREAD_TYPES,
     Cluster,
     Placement,
     Shard,
     ShardingProblem,
+    Spread,
     TableOptions,
 )
-
-_TABLE_COLUMN_WISE = "table_column_wise"
-_WRITTEN_AS = {**{kind: kind for kind in KERNELS}, _TABLE_COLUMN_WISE: COLUMN_WISE}
 
 
 class UnsimulatedPlanError(ValueError):
@@ -40,45 +38,51 @@ def simulated_problem(
         batch_size: samples per rank.
 
     Raises:
-        UnsimulatedPlanError: the plan holds something other than table_wise, column_wise, table_column_wise and
-            row_wise with the fused kernel, and data_parallel with the dense one.
+        UnsimulatedPlanError: the plan holds another kernel than fused, and dense for data_parallel tables.
     """
     shards: list[Shard] = []
     types: list[str] = []
-    simulated = []
+    spreads: list[Spread | None] = []
     for index, entry in enumerate(tables):
         sharding: Any = (plan.get_plan_for_module(entry.module_path) or {})[entry.name]
         kind, kernel = sharding.sharding_type, sharding.compute_kernel
-        if KERNELS.get(_WRITTEN_AS.get(kind, "")) != kernel:
+        if KERNELS.get(kind) != kernel:
             raise UnsimulatedPlanError(
                 f"table {entry.name!r} is {kind} with kernel {kernel}, which the cost models do not cover yet"
             )
-        types.append(_WRITTEN_AS[kind])
-        # table_column_wise runs column_wise's code, but as a lookup of its own, with its own TBE and collectives.
-        module = f"{entry.table.module}/{kind}" if kind == _TABLE_COLUMN_WISE else entry.table.module
-        simulated.append(replace(entry.table, module=module))
+        types.append(kind)
         if kind in SPREAD_TYPES:
+            spreads.append(_spread(kind, sharding, cluster))
             continue
+        spreads.append(None)
         pieces = zip(sharding.sharding_spec.shards, sharding.ranks)
         shards += sorted(
             (Shard(index, piece.shard_offsets[1], piece.shard_sizes[1], rank) for piece, rank in pieces),
             key=lambda shard: shard.offset,
         )
     options = (TableOptions(tuple(KERNELS), 1),) * len(tables)
-    memory = _NoMemory(cluster.world_size)
-    problem = ShardingProblem(tuple(simulated), options, cluster, batch_size, memory)
-    return problem, Placement(tuple(shards), tuple(types))
+    memory = _NoMemory()
+    problem = ShardingProblem(tuple(entry.table for entry in tables), options, cluster, batch_size, memory)
+    return problem, Placement(tuple(shards), tuple(types), tuple(spreads))
+
+
+def _spread(kind: str, sharding: Any, cluster: Cluster) -> Spread:
+    """How a spread table of a plan lies."""
+    if kind in EVERYWHERE_TYPES:
+        return Spread(kind)
+    pieces = [(shard.shard_sizes[1], rank) for shard, rank in zip(sharding.sharding_spec.shards, sharding.ranks)]
+    if kind in ROW_TYPES:  # the blocks of a piece follow each other
+        size = cluster.ranks_per_host
+        pieces = [(width, rank // size * size) for width, rank in pieces[::size]]
+    return Spread(kind, tuple(pieces))
 
 
 class _NoMemory:
     """Shards that take nothing, so that any plan fits."""
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-
     def __call__(self, table: int, width: int) -> tuple[float, float]:
         return 0.0, 0.0
 
-    def spread(self, table: int, sharding_type: str) -> NDArray[np.float64]:
-        """[ranks, 2] zeros."""
-        return np.zeros((self._ranks, 2))
+    def spread(self, table: int, spread: Spread) -> NDArray[np.float64]:
+        """[1, 2] zeros, for any number of blocks."""
+        return np.zeros((1, 2))

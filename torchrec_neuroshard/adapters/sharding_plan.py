@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Sequence
 
+import numpy as np
+from torchrec.distributed.planner.enumerators import get_partition_by_type
 from torchrec.distributed.planner.planners import to_sharding_plan
 from torchrec.distributed.planner.types import Shard as TorchRecShard
 from torchrec.distributed.planner.types import ShardingOption, Topology
-from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.adapters.module_tables import KERNELS, ShardableTable
-from torchrec_neuroshard.problem import COLUMN_WISE, SPREAD_TYPES, TABLE_WISE, Placement, Shard, ShardingProblem
+from torchrec_neuroshard.problem import (
+    COLUMN_WISE,
+    TABLE_WISE,
+    Cluster,
+    Placement,
+    Shard,
+    ShardingProblem,
+    Spread,
+)
 
 # Constraints that a plan carries over to the kernels, as TorchRec's enumerator does.
 _CARRIED = (
@@ -41,21 +51,22 @@ def sharding_option(
     return _option(entry, sharding_type, pieces, batch_size)
 
 
-def spread_option(entry: ShardableTable, sharding_type: str, batch_size: int, world_size: int) -> ShardingOption:
-    """TorchRec's description of a table that lies on all ranks, cut as TorchRec's run time cuts it.
+def spread_option(entry: ShardableTable, spread: Spread, batch_size: int, cluster: Cluster) -> ShardingOption:
+    """TorchRec's description of a spread table, cut as TorchRec's run time cuts it.
 
     Args:
         entry: the table.
-        sharding_type: row_wise or data_parallel.
+        spread: how it lies.
         batch_size: samples per rank.
-        world_size: ranks.
+        cluster: the ranks.
     """
-    sizes, offsets = calculate_shard_sizes_and_offsets(entry.parameter, world_size, world_size, sharding_type)
+    table = entry.table
+    blocks = spread.blocks(table.num_embeddings, table.embedding_dim, cluster.world_size, cluster.ranks_per_host)
     pieces = [
-        TorchRecShard(size=list(size), offset=list(offset), rank=rank)
-        for rank, (size, offset) in enumerate(zip(sizes, offsets))
+        TorchRecShard(size=[block.rows, block.width], offset=[block.first_row, block.offset], rank=block.rank)
+        for block in blocks
     ]
-    return _option(entry, sharding_type, pieces, batch_size)
+    return _option(entry, spread.kind, pieces, batch_size)
 
 
 def _option(entry: ShardableTable, sharding_type: str, shards: list[TorchRecShard], batch_size: int) -> ShardingOption:
@@ -71,9 +82,9 @@ def _option(entry: ShardableTable, sharding_type: str, shards: list[TorchRecShar
         batch_size=batch_size,
         compute_kernel=KERNELS[sharding_type],
         sharding_type=sharding_type,
-        partition_by="uniform" if sharding_type in SPREAD_TYPES else "device",
+        partition_by=get_partition_by_type(sharding_type),
         shards=shards,
-        is_pooled=True,
+        is_pooled=not entry.table.unpooled,
         **carried,
     )
 
@@ -115,21 +126,22 @@ def one_shard_per_rank(problem: ShardingProblem, placement: Placement) -> Placem
         shards.append(Shard(table, offsets[table], width, rank))
         offsets[table] += width
         counts[table] += 1
-    return Placement(tuple(shards), problem.sharding_types([count > 1 for count in counts]))
+    types = problem.spread_as(placement.spreads).sharding_types([count > 1 for count in counts])
+    return replace(placement, shards=tuple(shards), sharding_types=types)
 
 
 def sharding_options(
-    tables: Sequence[ShardableTable], placement: Placement, batch_size: int, world_size: int
+    tables: Sequence[ShardableTable], placement: Placement, batch_size: int, cluster: Cluster
 ) -> list[ShardingOption]:
     """One option per table: what TorchRec's planner calls its best plan."""
     shards: list[list[Shard]] = [[] for _ in tables]
     for shard in sorted(placement.shards, key=lambda shard: (shard.table, shard.offset)):
         shards[shard.table].append(shard)
     return [
-        spread_option(entry, kind, batch_size, world_size)
-        if kind in SPREAD_TYPES
-        else sharding_option(entry, kind, pieces, batch_size)
-        for entry, kind, pieces in zip(tables, placement.sharding_types, shards)
+        sharding_option(entry, kind, pieces, batch_size)
+        if spread is None
+        else spread_option(entry, spread, batch_size, cluster)
+        for entry, kind, pieces, spread in zip(tables, placement.sharding_types, shards, placement.spreads)
     ]
 
 
@@ -137,4 +149,7 @@ def sharding_plan(
     tables: Sequence[ShardableTable], placement: Placement, topology: Topology, batch_size: int
 ) -> ShardingPlan:
     """The plan that ``DistributedModelParallel`` takes, for a placement of the tables."""
-    return to_sharding_plan(sharding_options(tables, placement, batch_size, topology.world_size), topology)
+    cluster = Cluster(
+        topology.world_size, topology.local_world_size, topology.compute_device, np.zeros((topology.world_size, 2))
+    )
+    return to_sharding_plan(sharding_options(tables, placement, batch_size, cluster), topology)

@@ -23,7 +23,7 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec_neuroshard.adapters.compat import estimate
 from torchrec_neuroshard.adapters.module_tables import ShardableTable
 from torchrec_neuroshard.adapters.sharding_plan import option_of_widths, spread_option
-from torchrec_neuroshard.problem import ROW_WISE
+from torchrec_neuroshard.problem import DATA_PARALLEL, Cluster, Spread
 
 
 class ShardStorage:
@@ -37,8 +37,7 @@ class ShardStorage:
         enumerator: its storage estimators are used.
         sharder_maps: what :func:`compat.sharder_maps` made of the sharders.
         batch_size: samples per rank.
-        device: "cuda" or "cpu".
-        world_size: ranks.
+        cluster: the ranks.
     """
 
     def __init__(
@@ -47,16 +46,14 @@ class ShardStorage:
         enumerator: Enumerator,
         sharder_maps: Mapping[str, Any],
         batch_size: int,
-        device: str,
-        world_size: int,
+        cluster: Cluster,
     ) -> None:
         self._tables = tables
         self._enumerator = enumerator
         self._sharder_maps = dict(sharder_maps)
         self._batch_size = batch_size
-        self._on_device = device != "cpu"
-        self._world_size = world_size
-        self._spread: dict[tuple[int, str], NDArray[np.float64]] = {}
+        self._cluster = cluster
+        self._spread: dict[tuple[int, Spread], NDArray[np.float64]] = {}
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def __call__(self, table: int, width: int) -> tuple[float, float]:
@@ -80,20 +77,21 @@ class ShardStorage:
                 hbm, ddr = self.overlooked_state(table, shard.size[1])
                 self._known[table, shard.size[1]] = float(shard.storage.hbm + hbm), float(shard.storage.ddr + ddr)
 
-    def spread(self, table: int, sharding_type: str) -> NDArray[np.float64]:
-        """[ranks, 2] bytes of HBM and DDR of a table that lies on all ranks, row-wise or data-parallel."""
-        if (table, sharding_type) not in self._spread:
-            option = spread_option(self._tables[table], sharding_type, self._batch_size, self._world_size)
+    def spread(self, table: int, spread: Spread) -> NDArray[np.float64]:
+        """[blocks, 2] bytes of HBM and DDR of a spread table; hosts are alike."""
+        anywhere = Spread(spread.kind, tuple((width, 0) for width, _ in spread.pieces))
+        if (table, anywhere) not in self._spread:
+            option = spread_option(self._tables[table], anywhere, self._batch_size, self._cluster)
             self._estimate([option])
             rows = []
             for shard in option.shards:
                 assert shard.storage is not None  # estimated
                 hbm = ddr = 0
-                if sharding_type == ROW_WISE:  # the state of replicas is the dense optimizer's
+                if spread.kind != DATA_PARALLEL:  # the state of replicas is the dense optimizer's
                     hbm, ddr = self.overlooked_state(table, shard.size[1], shard.size[0])
                 rows.append((float(shard.storage.hbm + hbm), float(shard.storage.ddr + ddr)))
-            self._spread[table, sharding_type] = np.asarray(rows)
-        return self._spread[table, sharding_type]
+            self._spread[table, anywhere] = np.asarray(rows)
+        return self._spread[table, anywhere]
 
     def _estimate(self, options: list[ShardingOption]) -> None:
         """Lets TorchRec estimate the storage of the options' shards."""
@@ -120,7 +118,7 @@ class ShardStorage:
             multiplier = torchrec_optimizer_multiplier(optimizer_class, entry.parameter.shape)
             charged = math.ceil(rows * width * entry.table.element_bytes * multiplier)
         missing = max(0, entry.optimizer.state_bytes(rows, width) - charged)
-        return (missing, 0) if self._on_device else (0, missing)
+        return (missing, 0) if self._cluster.device != "cpu" else (0, missing)
 
 
 def reserved_capacity(

@@ -17,6 +17,7 @@ from torchrec_neuroshard.adapters.compat import estimate
 from torchrec_neuroshard.adapters.module_tables import ShardableTable
 from torchrec_neuroshard.adapters.sharding_plan import option_of_widths, spread_option
 from torchrec_neuroshard.costs.additive_simulator import AdditiveObjective
+from torchrec_neuroshard.problem import Cluster, Spread
 
 NAME = "torchrec"
 
@@ -26,8 +27,7 @@ def torchrec_objective(
     enumerator: Enumerator,
     sharder_maps: Mapping[str, Any],
     batch_size: int,
-    world_size: int,
-    hardware: str,
+    cluster: Cluster,
 ) -> AdditiveObjective:
     """What a search takes to minimise TorchRec's own rating.
 
@@ -36,11 +36,10 @@ def torchrec_objective(
         enumerator: its performance estimator is asked.
         sharder_maps: what :func:`compat.sharder_maps` made of the sharders.
         batch_size: samples per rank.
-        world_size: ranks.
-        hardware: for the report; TorchRec's constants are those of the topology.
+        cluster: the ranks; its hardware is for the report, TorchRec's constants are those of the topology.
     """
-    costs = _TorchRecCosts(tables, enumerator, sharder_maps, batch_size, world_size)
-    return AdditiveObjective(NAME, costs, "analytic", hardware)
+    costs = _TorchRecCosts(tables, enumerator, sharder_maps, batch_size, cluster)
+    return AdditiveObjective(NAME, costs, "analytic", cluster.hardware)
 
 
 class _TorchRecCosts:
@@ -52,10 +51,10 @@ class _TorchRecCosts:
         enumerator: Enumerator,
         sharder_maps: Mapping[str, Any],
         batch_size: int,
-        world_size: int,
+        cluster: Cluster,
     ) -> None:
         self._tables, self._enumerator, self._maps = tables, enumerator, sharder_maps
-        self._batch_size, self._world_size = batch_size, world_size
+        self._batch_size, self._cluster = batch_size, cluster
 
     def __call__(self, shards: list[tuple[int, int]]) -> NDArray[np.float64]:
         widths: dict[int, list[int]] = {}
@@ -70,9 +69,9 @@ class _TorchRecCosts:
         }
         return np.asarray([_parts(perfs[shard]) for shard in shards])
 
-    def spread(self, table: int, sharding_type: str) -> NDArray[np.float64]:
-        """[ranks, PARTS] ms of a table that lies on all ranks."""
-        option = spread_option(self._tables[table], sharding_type, self._batch_size, self._world_size)
+    def spread(self, table: int, spread: Spread) -> NDArray[np.float64]:
+        """[blocks, PARTS] ms of a spread table."""
+        option = spread_option(self._tables[table], spread, self._batch_size, self._cluster)
         self._estimate([option])
         return np.asarray([_parts(shard.perf) for shard in option.shards])
 

@@ -251,7 +251,7 @@ def _predict(
     else:
         enumerator = EmbeddingEnumerator(topology=topology, batch_size=request.batch_size, constraints=free)
         maps = compat.sharder_maps(workload_model.sharders())
-        objective = torchrec_objective(tables, enumerator, maps, request.batch_size, ranks, request.machine.hardware)
+        objective = torchrec_objective(tables, enumerator, maps, request.batch_size, cluster)
     return simulate(problem, objective).cost(placement).to_json(), ""
 
 

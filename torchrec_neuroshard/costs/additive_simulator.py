@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.costs.simulator import PlanCost, PlanSimulator, ShardCost
-from torchrec_neuroshard.problem import SPREAD_TYPES, Placement, ShardingProblem
+from torchrec_neuroshard.problem import Placement, ShardingProblem, Spread
 
 PARTS = ("forward", "backward", "forward_comms", "backward_comms")
 
@@ -23,8 +23,7 @@ PARTS = ("forward", "backward", "forward_comms", "backward_comms")
 class ShardCosts(Protocol):
     """Costs of single shards.
 
-    Where tables may lie on all ranks, it has a method ``spread(table, sharding_type)`` too, which returns [ranks,
-    PARTS] ms.
+    Where tables may be spread, it has a method ``spread(table, spread)`` too, which returns [blocks, PARTS] ms.
     """
 
     def __call__(self, shards: list[tuple[int, int]]) -> NDArray[np.float64]:
@@ -76,11 +75,11 @@ class AdditiveSimulator(PlanSimulator):
     def _spread_collectives(self) -> None:
         """Theirs are part of the costs."""
 
-    def _spread_contributions(self, table: int, kind: str) -> NDArray[np.float64]:
-        spread = getattr(self.objective.shard_costs, "spread", None)
-        if spread is None:
-            raise ValueError(f"the costs {self.objective.name!r} do not tell what {kind} tables cost")
-        return np.asarray(spread(table, kind))
+    def _spread_contributions(self, table: int, spread: Spread) -> NDArray[np.float64]:
+        of_blocks = getattr(self.objective.shard_costs, "spread", None)
+        if of_blocks is None:
+            raise ValueError(f"the costs {self.objective.name!r} do not tell what {spread.kind} tables cost")
+        return np.asarray(of_blocks(table, spread))
 
     def group_ms(self, z: NDArray[np.float64]) -> NDArray[np.float64]:
         """[..., 2] forward and backward ms, communication included, of sums ``z`` [..., PARTS]."""
@@ -111,9 +110,9 @@ class AdditiveSimulator(PlanSimulator):
         shards = sorted(placement.shards, key=lambda s: (s.table, s.offset))
         for shard, parts in zip(shards, self._parts((s.table, s.width) for s in shards)):
             result[shard.table].append(parts)
-        for index, kind in enumerate(placement.sharding_types):
-            if kind in SPREAD_TYPES:
-                result[index] += list(self._spread_z(index, kind))
+        for index, spread in enumerate(placement.spreads):
+            if spread is not None:
+                result[index] += list(self._spread_z(index, spread))
         return [np.pad(np.asarray(parts).reshape(-1, len(PARTS)), ((0, 0), (0, 1))) for parts in result]
 
     def shard_cost(self, table: int, width: int) -> ShardCost:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchrec_neuroshard.access import AccessDistribution
-from torchrec_neuroshard.problem import DATA_TYPE_BYTES
+from torchrec_neuroshard.problem import DATA_TYPE_BYTES, Table
 
 FEATURE_SET = "shard-v2"
 
@@ -110,6 +110,27 @@ class ShardWork:
     access: AccessDistribution
     kernel: str = "fused"
     pooling: str = "sum"
+
+    @classmethod
+    def whole(cls, table: Table, batch_size: int) -> ShardWork:
+        """A whole table whose optimizer is fused.
+
+        Args:
+            table: the table.
+            batch_size: samples of the TBE's batch.
+        """
+        return cls(
+            rows=table.num_embeddings,
+            dim=table.embedding_dim,
+            pooling_factor=table.pooling_factor,
+            num_features=table.num_features,
+            batch_size=batch_size,
+            element_bytes=table.element_bytes,
+            weighted=table.weighted,
+            optimizer=table.optimizer,
+            access=table.distribution,
+            pooling="none" if table.unpooled else "sum",
+        )
 
     @property
     def regime(self) -> int:

@@ -77,7 +77,7 @@ def plan_uncertainty(problem: ShardingProblem, placement: Placement, model: Cost
     if not isinstance(ensemble, GroupCostModel) or known is None or not placement.shards:
         return None
     simulator = PlanSimulator(problem, model.by_ensemble())
-    z = simulator.group_sums(placement).z
+    z = simulator.of(placement).group_sums(placement).z
     ranks, groups = z.shape[:2]
     flat = z.reshape(ranks * groups, -1)
     spread = ensemble.spread(flat).reshape(ranks, groups)

@@ -9,7 +9,7 @@ model is the same for every plan and is left out.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Iterable
 
 import numpy as np
@@ -19,8 +19,8 @@ from torchrec_neuroshard.costs.collective_model import CollectiveModel
 from torchrec_neuroshard.costs.collective_traffic import Traffic
 from torchrec_neuroshard.costs.features import ShardFeatures, ShardWork, shard_features
 from torchrec_neuroshard.costs.model import CostModel
-from torchrec_neuroshard.costs.spread import Background, spread_work
-from torchrec_neuroshard.problem import SPREAD_TYPES, Pipeline, Placement, ShardingProblem
+from torchrec_neuroshard.costs.spread import Background, spread_columns, spread_ids, spread_work
+from torchrec_neuroshard.problem import Pipeline, Placement, ShardingProblem, Spread
 
 _ID_BYTES = 8  # KJT values travel as int64
 _FLOATS_PER_ID = _ID_BYTES / 4
@@ -110,18 +110,7 @@ class PlacementSums:
 def kind_features(problem: ShardingProblem, pairs: Iterable[tuple[int, int]]) -> ShardFeatures:
     """Features of shards given as (table, width) pairs, for the global batch."""
     return shard_features(
-        ShardWork(
-            rows=problem.tables[table].num_embeddings,
-            dim=width,
-            pooling_factor=problem.tables[table].pooling_factor,
-            num_features=problem.tables[table].num_features,
-            batch_size=problem.global_batch_size,
-            element_bytes=problem.tables[table].element_bytes,
-            weighted=problem.tables[table].weighted,
-            optimizer=problem.tables[table].optimizer,
-            access=problem.tables[table].distribution,
-        )
-        for table, width in pairs
+        replace(ShardWork.whole(problem.tables[table], problem.global_batch_size), dim=width) for table, width in pairs
     )
 
 
@@ -143,17 +132,17 @@ class PlanSimulator:
         """Sets up without any kinds."""
         self.problem = problem
         self._kinds: dict[tuple[int, int], int] = {}
-        self._spread: dict[tuple[int, str], NDArray[np.float64]] = {}
+        self._spread: dict[tuple[int, Spread], NDArray[np.float64]] = {}
         self._background: Background | None = None
         self.z = np.zeros((0, z_dim))  # [kinds, z_dim]
         self.widths = np.zeros(0, dtype=np.int64)  # [kinds]
         self.memory = np.zeros((0, 2))  # [kinds, 2] bytes of HBM and DDR
-        self.columns = np.zeros(0)  # [kinds] output columns: width x features
+        self.columns = np.zeros(0)  # [kinds] output columns of a sample: width x bags, or x ids where unpooled
         self.ids = np.zeros(0)  # [kinds] ids per sample
         self.alone_ms = np.zeros((0, 2))  # [kinds, 2] forward and backward when alone on a rank
 
-    def spread_as(self, spread: tuple[str, ...]) -> PlanSimulator:
-        """A simulator of the same problem with these tables on all ranks; what is known of kinds goes with it.
+    def spread_as(self, spread: tuple[Spread | None, ...]) -> PlanSimulator:
+        """A simulator of the same problem with these tables spread; what is known of kinds goes with it.
 
         Args:
             spread: [tables] as ``ShardingProblem.spread_as`` takes it; of the problem without any spread.
@@ -178,14 +167,14 @@ class PlanSimulator:
     def _spread_collectives(self) -> CollectiveModel | None:
         return self._collectives
 
-    def _spread_z(self, table: int, kind: str) -> NDArray[np.float64]:
-        """[ranks, z_dim] contributions of a table that lies on all ranks, remembered."""
-        if (table, kind) not in self._spread:
-            self._spread[table, kind] = self._spread_contributions(table, kind)
-        return self._spread[table, kind]
+    def _spread_z(self, table: int, spread: Spread) -> NDArray[np.float64]:
+        """[blocks, z_dim] contributions of a spread table, remembered."""
+        if (table, spread) not in self._spread:
+            self._spread[table, spread] = self._spread_contributions(table, spread)
+        return self._spread[table, spread]
 
-    def _spread_contributions(self, table: int, kind: str) -> NDArray[np.float64]:
-        return self.model.groups.contributions(shard_features(spread_work(self.problem, table, kind)))
+    def _spread_contributions(self, table: int, spread: Spread) -> NDArray[np.float64]:
+        return self.model.groups.contributions(shard_features(spread_work(self.problem, table, spread)))
 
     def kinds(self, shards: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
         """Indices of (table, width) pairs, registering new ones in the order given."""
@@ -230,7 +219,7 @@ class PlanSimulator:
         self.widths = np.concatenate([self.widths, [width for _, width in pairs]])
         self.memory = np.concatenate([self.memory, [self.problem.shard_memory(*pair) for pair in pairs]])
         self.columns = np.concatenate(
-            [self.columns, [float(width * table.num_features) for table, (_, width) in zip(tables, pairs)]]
+            [self.columns, [width * table.outputs for table, (_, width) in zip(tables, pairs)]]
         )
         self.ids = np.concatenate([self.ids, [table.pooling_factor for table in tables]])
         self.alone_ms = np.concatenate([self.alone_ms, self.group_ms(z)])
@@ -299,11 +288,11 @@ class PlanSimulator:
 
     def group_sums(self, placement: Placement) -> PlacementSums:
         """Sums over the shards of each group and lookup, in an order that does not depend on how a plan was found."""
-        problem, ranks = self.problem, self.problem.cluster.world_size
+        problem = self.problem
         shards = sorted(placement.shards, key=lambda s: (s.table, s.offset))
         kinds = self.kinds((s.table, s.width) for s in shards)
         sums = self.background.sums.copy()
-        columns = np.zeros((1, len(problem.lookup_keys), ranks))
+        columns = self.background.columns[None].copy()
         ids = self.background.ids[None].copy()
         for shard, kind in zip(shards, kinds):
             sharding_type = placement.sharding_types[shard.table]
@@ -314,8 +303,8 @@ class PlanSimulator:
         return PlacementSums(sums, columns, ids)
 
     def of(self, placement: Placement) -> PlanSimulator:
-        """The simulator with those tables on all ranks that the placement has there."""
-        return self.spread_as(tuple(kind if kind in SPREAD_TYPES else "" for kind in placement.sharding_types))
+        """The simulator with those tables spread that the placement has spread."""
+        return self.spread_as(placement.spreads)
 
     def cost(self, placement: Placement) -> PlanCost:
         """Predicts a placement, with a breakdown by rank."""
@@ -337,7 +326,7 @@ class PlanSimulator:
         )
 
     def shares(self, placement: Placement, cost: PlanCost) -> list[NDArray[np.float64]]:
-        """For each table, [shards, 5] ms of its shards by offset (by rank, where it lies on all of them).
+        """For each table, [shards, 5] ms of its shards by offset (of its blocks, where it is spread).
 
         Columns are forward, backward, their communication, and the input collective, as parts of what is predicted for
         the rank: compute is shared out by what shards cost alone, collectives by columns and by ids.
@@ -359,17 +348,17 @@ class PlanSimulator:
         columns, ids = self.columns[kinds, None], self.ids[kinds, None]
         parts = [np.concatenate([self.alone_ms[kinds], columns, columns, ids], axis=1)]
         rank, table = [s.rank for s in shards], [s.table for s in shards]
-        ranks = self.problem.cluster.world_size
-        for index, kind in enumerate(self.problem.spread):
-            if kind:
-                of_table = self.problem.tables[index]
-                each = np.full((ranks, 1), of_table.embedding_dim * of_table.num_features / ranks)
-                looked_up = np.asarray([[work.pooling_factor] for work in spread_work(self.problem, index, kind)])
-                parts.append(
-                    np.concatenate([self.group_ms(self._spread_z(index, kind)), each, each, looked_up], axis=1)
-                )
-                rank += range(ranks)
-                table += [index] * ranks
+        for index, spread in enumerate(self.problem.spread):
+            if spread is not None:
+                blocks = self.problem.blocks(index, spread)
+                each = spread_columns(self.problem, index, spread)
+                if not each.any():  # collectives of all blocks together
+                    outputs = self.problem.tables[index].outputs
+                    each = np.asarray([block.width * outputs / len(blocks) for block in blocks])
+                travel = np.stack([each, each, spread_ids(self.problem, index, spread)], axis=1)
+                parts.append(np.concatenate([self.group_ms(self._spread_z(index, spread)), travel], axis=1))
+                rank += [block.rank for block in blocks]
+                table += [index] * len(blocks)
         return np.asarray(rank, dtype=np.int64), np.asarray(table, dtype=np.int64), np.concatenate(parts)
 
     def shard_cost(self, table: int, width: int) -> ShardCost:

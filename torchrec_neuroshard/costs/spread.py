@@ -1,13 +1,15 @@
-"""What tables that lie on all ranks, row-wise or data-parallel, add to each rank.
+"""What tables that are spread over ranks add to each of them, before any shard is placed.
 
 A row-wise table has a block of its rows on every rank: each rank looks up its share of the ids, and still produces all
-bags at full width, which a reduce-scatter adds up (an all-gather brings the gradient back). A data-parallel table lies
-whole on every rank, which looks up its own samples alone; its dense gradient is summed by an all-reduce.
+bags at full width, which a reduce-scatter adds up (an all-gather brings the gradient back). Where rows are cut among
+the ranks of a host alone, the reduce-scatter stays within the host, and an all-to-all between hosts follows. A
+data-parallel table lies whole on every rank, which looks up its own samples alone; its dense gradient is summed by an
+all-reduce. Columns that were put on a rank are served as any column shard.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable
 
 import numpy as np
@@ -15,11 +17,20 @@ from numpy.typing import NDArray
 
 from torchrec_neuroshard.costs.collective_model import CollectiveModel
 from torchrec_neuroshard.costs.features import ShardWork
-from torchrec_neuroshard.costs.row_wise import row_wise_work
-from torchrec_neuroshard.problem import DATA_PARALLEL, ROW_WISE, ShardingProblem
+from torchrec_neuroshard.costs.row_wise import row_block_work
+from torchrec_neuroshard.layout import Block
+from torchrec_neuroshard.problem import (
+    DATA_PARALLEL,
+    GRID_SHARD,
+    ROW_TYPES,
+    ROW_WISE,
+    TABLE_ROW_WISE,
+    ShardingProblem,
+    Spread,
+)
 
-# [ranks, z_dim] of a table, given as (table, sharding type).
-Contributions = Callable[[int, str], NDArray[np.float64]]
+# [blocks, z_dim] of a table, given with how it lies.
+Contributions = Callable[[int, Spread], NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -29,11 +40,13 @@ class Background:
     Attributes:
         sums: [ranks, groups, z_dim] contributions of the spread tables.
         ids: [lookups, ranks] ids per sample that each rank looks up.
-        comms_ms: [2] collectives of the spread tables, forward and backward.
+        columns: [lookups, ranks] output columns of spread tables that travel by all-to-all, as those of shards do.
+        comms_ms: [2] other collectives of the spread tables, forward and backward.
     """
 
     sums: NDArray[np.float64]
     ids: NDArray[np.float64]
+    columns: NDArray[np.float64]
     comms_ms: NDArray[np.float64]
 
     @classmethod
@@ -45,61 +58,114 @@ class Background:
         Args:
             problem: its ``spread`` says which they are.
             z_dim: length of a contribution.
-            contributions: of a table to each rank's sums.
+            contributions: of a table's blocks to their ranks' sums.
             collectives: price theirs; None where contributions include them.
         """
         ranks = problem.cluster.world_size
         sums = np.zeros((ranks, len(problem.group_keys), z_dim))
         ids = np.zeros((len(problem.lookup_keys), ranks))
-        for table, kind in enumerate(problem.spread):
-            if kind:
-                sums[:, problem.group_of(table, kind)] += contributions(table, kind)
-                if kind == ROW_WISE:
-                    ids[problem.lookup_of(table, kind)] += [
-                        work.pooling_factor for work in spread_work(problem, table, kind)
-                    ]
+        columns = np.zeros_like(ids)
+        for table, spread in enumerate(problem.spread):
+            if spread is None:
+                continue
+            blocks = problem.blocks(table, spread)
+            rank = [block.rank for block in blocks]
+            np.add.at(sums[:, problem.group_of(table, spread.kind)], rank, contributions(table, spread))
+            lookup = problem.lookup_of(table, spread.kind)
+            np.add.at(ids[lookup], rank, spread_ids(problem, table, spread))
+            np.add.at(columns[lookup], rank, spread_columns(problem, table, spread))
         comms = np.zeros(2) if collectives is None else _comms_ms(problem, collectives)
-        return cls(sums, ids, comms)
+        return cls(sums, ids, columns, comms)
 
 
-def spread_work(problem: ShardingProblem, index: int, kind: str) -> tuple[ShardWork, ...]:
-    """[ranks] what each rank's TBE does for a table that lies on all ranks."""
-    table, ranks = problem.tables[index], problem.cluster.world_size
-    if kind == ROW_WISE:
-        return row_wise_work(table, ranks, problem.global_batch_size)
-    work = ShardWork(
-        rows=table.num_embeddings,
-        dim=table.embedding_dim,
-        pooling_factor=table.pooling_factor,
-        num_features=table.num_features,
-        batch_size=problem.batch_size,
-        element_bytes=table.element_bytes,
-        weighted=table.weighted,
-        optimizer=table.optimizer,
-        access=table.distribution,
-        kernel="dense",
-    )
-    return (work,) * ranks
+def spread_work(problem: ShardingProblem, index: int, spread: Spread) -> tuple[ShardWork, ...]:
+    """[blocks] what the TBEs do for the blocks of a spread table."""
+    table = problem.tables[index]
+    if spread.kind == DATA_PARALLEL:
+        work = replace(ShardWork.whole(table, problem.batch_size), kernel="dense")
+        return (work,) * problem.cluster.world_size
+
+    def of_block(block: Block) -> ShardWork:
+        first, last = block.first_row, block.first_row + block.rows
+        if spread.kind in ROW_TYPES:
+            return row_block_work(table, first, last, problem.global_batch_size, block.width)
+        return replace(ShardWork.whole(table, problem.global_batch_size), dim=block.width)
+
+    return tuple(of_block(block) for block in problem.blocks(index, spread))
+
+
+def spread_ids(problem: ShardingProblem, index: int, spread: Spread) -> NDArray[np.float64]:
+    """[blocks] ids per sample that travel to each block; none to replicas."""
+    work = spread_work(problem, index, spread)
+    return np.asarray([0.0 if spread.kind == DATA_PARALLEL else block.pooling_factor for block in work])
+
+
+def spread_columns(problem: ShardingProblem, index: int, spread: Spread) -> NDArray[np.float64]:
+    """[blocks] output columns per sample that each block's rank sends by an all-to-all among all ranks.
+
+    Rows that an unpooled table's blocks looked up are sent as they are; sums of pooled ones meet in other collectives.
+    """
+    table = problem.tables[index]
+    if spread.kind == DATA_PARALLEL or (spread.kind in ROW_TYPES and not table.unpooled):
+        return np.zeros(len(problem.blocks(index, spread)))
+    if spread.kind in ROW_TYPES:
+        return np.asarray([work.pooling_factor * work.dim for work in spread_work(problem, index, spread)])
+    return np.asarray([block.width * table.outputs for block in problem.blocks(index, spread)])
 
 
 def _comms_ms(problem: ShardingProblem, collectives: CollectiveModel) -> NDArray[np.float64]:
-    """[2] forward and backward collectives; each module's row-wise tables, and its replicas, share theirs."""
-    cluster = problem.cluster
-    shape = (cluster.world_size, cluster.local_world_size)
+    """[2] forward and backward collectives; the tables of one type in a module share theirs."""
     result = np.zeros(2)
     for module in sorted({table.module for table in problem.tables}):
-        of_module = [t for t, table in enumerate(problem.tables) if table.module == module and problem.is_spread(t)]
-        columns = floats = 0.0
-        for t in of_module:
-            table = problem.tables[t]
-            if problem.spread[t] == ROW_WISE:
-                columns += table.embedding_dim * table.num_features
-            elif problem.spread[t] == DATA_PARALLEL:
-                floats += float(table.num_embeddings) * table.embedding_dim
-        if columns:
-            amount = np.asarray([columns])
-            result[0] += collectives.reduce_scatter(problem.batch_size, amount, *shape)[0]
-            result[1] += collectives.all_gather(problem.batch_size, amount, *shape)[0]
+        of_module = {
+            t: spread
+            for t, spread in enumerate(problem.spread)
+            if spread is not None and problem.tables[t].module == module
+        }
+        result += _row_wise_ms(problem, collectives, [t for t, spread in of_module.items() if spread.kind == ROW_WISE])
+        for kind in (TABLE_ROW_WISE, GRID_SHARD):
+            within = {t: spread for t, spread in of_module.items() if spread.kind == kind}
+            result += _within_hosts_ms(problem, collectives, within)
+        replicas = [problem.tables[t] for t, spread in of_module.items() if spread.kind == DATA_PARALLEL]
+        floats = sum(float(table.num_embeddings) * table.embedding_dim for table in replicas)
         if floats:
+            shape = (problem.cluster.world_size, problem.cluster.local_world_size)
             result[1] += collectives.all_reduce(np.asarray([floats]), *shape)[0]
+    return result
+
+
+def _row_wise_ms(problem: ShardingProblem, collectives: CollectiveModel, tables: list[int]) -> NDArray[np.float64]:
+    """[2] reduce-scatter and all-gather of one module's row-wise tables."""
+    shape = (problem.cluster.world_size, problem.cluster.local_world_size)
+    pooled = [problem.tables[t] for t in tables if not problem.tables[t].unpooled]
+    columns = np.asarray([sum(float(table.embedding_dim * table.num_features) for table in pooled)])
+    return np.concatenate(
+        [
+            collectives.reduce_scatter(problem.batch_size, columns, *shape),
+            collectives.all_gather(problem.batch_size, columns, *shape),
+        ]
+    )
+
+
+def _within_hosts_ms(
+    problem: ShardingProblem, collectives: CollectiveModel, tables: dict[int, Spread]
+) -> NDArray[np.float64]:
+    """[2] collectives of one module's tables whose rows are cut within hosts.
+
+    First ranks of a host meet, on the samples of all hosts; then the ranks of equal number on all hosts.
+    """
+    cluster = problem.cluster
+    per_host, hosts = cluster.ranks_per_host, cluster.hosts
+    columns = np.zeros(hosts)
+    for table, spread in tables.items():
+        for width, rank in spread.pieces:
+            columns[rank // per_host] += width * problem.tables[table].num_features
+    if not columns.any():
+        return np.zeros(2)
+    widest = columns.max(keepdims=True)
+    within = (problem.batch_size * hosts, widest, per_host, per_host)
+    result = np.concatenate([collectives.reduce_scatter(*within), collectives.all_gather(*within)])
+    if hosts > 1:
+        both = np.repeat(columns[None], 2, axis=0)
+        result += collectives.all_to_alls(problem.batch_size, both, np.asarray([False, True]), 1)
     return result

@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from torchrec_neuroshard.costs.plan_uncertainty import PlanUncertainty
-from torchrec_neuroshard.costs.row_wise import row_blocks
 from torchrec_neuroshard.costs.simulator import PlanCost
-from torchrec_neuroshard.problem import DATA_PARALLEL, ROW_WISE, SPREAD_TYPES, Cluster, Placement, Table
+from torchrec_neuroshard.problem import Block, Cluster, Placement, Table
 
 SCHEMA_VERSION = 1
 _GIB = 1024**3
@@ -58,8 +57,10 @@ class PlanReport:
     def tables_json(self) -> dict[str, Any]:
         """The plan itself: table -> sharding type, kernel and shards in column order."""
         tables: dict[str, Any] = {
-            table.name: {"sharding_type": kind, "compute_kernel": kernel, "shards": self._spread_shards(table, kind)}
-            for table, kind, kernel in zip(self.tables, self.placement.sharding_types, self.compute_kernels)
+            table.name: {"sharding_type": kind, "compute_kernel": kernel, "shards": self._spread_shards(number)}
+            for number, (table, kind, kernel) in enumerate(
+                zip(self.tables, self.placement.sharding_types, self.compute_kernels)
+            )
         }
         for shard in sorted(self.placement.shards, key=lambda shard: (shard.table, shard.offset)):
             table = self.tables[shard.table]
@@ -68,19 +69,18 @@ class PlanReport:
             )
         return tables
 
-    def _spread_shards(self, table: Table, kind: str) -> list[dict[str, Any]]:
-        """Shards of a table that lies on all ranks; none for others."""
-        ranks = self.cluster.world_size
-        if kind == ROW_WISE:
-            blocks = row_blocks(table.num_embeddings, ranks)
-        elif kind == DATA_PARALLEL:
-            blocks = ((0, table.num_embeddings),) * ranks
-        else:
-            return []
+    def _spread_shards(self, number: int) -> list[dict[str, Any]]:
+        """Shards of a spread table; none for others."""
         return [
-            {"rank": rank, "offset": [first, 0], "size": [last - first, table.embedding_dim]}
-            for rank, (first, last) in enumerate(blocks)
+            {"rank": block.rank, "offset": [block.first_row, block.offset], "size": [block.rows, block.width]}
+            for block in self._blocks(number)
         ]
+
+    def _blocks(self, number: int) -> tuple[Block, ...]:
+        spread, table, cluster = self.placement.spreads[number], self.tables[number], self.cluster
+        if spread is None:
+            return ()
+        return spread.blocks(table.num_embeddings, table.embedding_dim, cluster.world_size, cluster.ranks_per_host)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object with the fields that ``plan --json`` promises, and the search log and notes."""
@@ -109,8 +109,9 @@ class PlanReport:
     def __str__(self) -> str:
         """A table for the terminal."""
         cluster = self.cluster
-        shards = np.bincount([shard.rank for shard in self.placement.shards], minlength=cluster.world_size)
-        shards += sum(kind in SPREAD_TYPES for kind in self.placement.sharding_types)
+        held = [shard.rank for shard in self.placement.shards]
+        held += [block.rank for number in range(len(self.tables)) for block in self._blocks(number)]
+        shards = np.bincount(held, minlength=cluster.world_size)
         grid = RichTable(
             title=f"NeuroShard plan: {len(self.tables)} tables, {shards.sum()} shards, "
             f"{cluster.world_size} ranks, {self.batch_size} samples per rank"

@@ -1,15 +1,15 @@
-"""Why a plan has tables on all ranks, in words."""
+"""Why a plan spreads tables over ranks, in words."""
 
 from __future__ import annotations
 
 from torchrec_neuroshard.costs.simulator import PlanCost, PlanSimulator
-from torchrec_neuroshard.problem import SPREAD_TYPES, Placement
+from torchrec_neuroshard.problem import Placement
 
 _NAMED = 8  # tables whose reason is given
 
 
 def spread_reasons(simulator: PlanSimulator, placement: Placement, cost: PlanCost) -> list[str]:
-    """A sentence for each table that lies on all ranks, costliest first; of very many, the first few.
+    """A sentence for each table that is spread over ranks, costliest first; of very many, the first few.
 
     Args:
         simulator: of the problem with nothing spread.
@@ -17,7 +17,7 @@ def spread_reasons(simulator: PlanSimulator, placement: Placement, cost: PlanCos
         cost: its prediction.
     """
     problem = simulator.problem
-    spread = [t for t, kind in enumerate(placement.sharding_types) if kind in SPREAD_TYPES]
+    spread = [t for t, how in enumerate(placement.spreads) if how is not None]
     if not spread:
         return []
     alone = simulator.alone((t, problem.tables[t].embedding_dim) for t in spread).sum(axis=1).tolist()
@@ -34,5 +34,5 @@ def spread_reasons(simulator: PlanSimulator, placement: Placement, cost: PlanCos
             reason = f"whole on one rank it would take {ms:.3f} ms, where a rank takes {mean_ms:.3f} ms on average"
         sentences.append(f"Table {problem.tables[t].name!r} is {kind}: {reason}.")
     if len(spread) > _NAMED:
-        sentences.append(f"{len(spread) - _NAMED} more tables lie on all ranks.")
+        sentences.append(f"{len(spread) - _NAMED} more tables are spread over ranks.")
     return sentences

@@ -50,7 +50,7 @@ def find_placement(problem: ShardingProblem, objective: Objective, config: Searc
 
 
 def _search_spread(simulator: PlanSimulator, config: SearchConfig, begun: float) -> SearchResult:
-    """The better of two searches: with only those tables on all ranks that must be, and with those that seem to pay.
+    """The better of two searches: with only those tables spread that must be, and with those that seem to pay.
 
     That a choice pays was told by greedy placements, which refinement may turn round.
     """
@@ -62,14 +62,14 @@ def _search_spread(simulator: PlanSimulator, config: SearchConfig, begun: float)
     required, feasible = feasible_spread(simulator.problem)
     chosen = choose_spread(simulator, required, config, lambda: out_of_time(_SHARE_OF_SPREAD))
     results: list[SearchResult] = []
-    if chosen != required:
+    if chosen != feasible.spreads:
         part = config if limit is None else replace(config, timeout_seconds=_SHARE_OF_CHOSEN * limit)
         try:
             results.append(_Search(simulator.spread_as(chosen), part, begun).run())
         except InfeasibleError:
             pass  # greedy placements of some splits fitted; the required tables alone do fit
     if not results or not out_of_time(_SHARE_OF_CHOSEN):
-        results.append(_Search(simulator.spread_as(required), config, begun, feasible).run())
+        results.append(_Search(simulator.spread_as(feasible.spreads), config, begun, feasible).run())
     return min(results, key=lambda result: result.cost.total_ms)
 
 

@@ -36,7 +36,7 @@ def feasible_placement(problem: ShardingProblem, exact: bool = True) -> Placemen
     """
     if not problem.placed_tables:
         _check_spread(problem)
-        return Placement((), problem.sharding_types([False] * len(problem.tables)))
+        return problem.placement((), [False] * len(problem.tables))
     for widths in (lambda t: problem.tables[t].embedding_dim, lambda t: least_width(problem, t)):
         problem.prefetch_memory((t, widths(t)) for t in problem.placed_tables)
     _check_bounds(problem)
@@ -65,7 +65,7 @@ def placement_of(problem: ShardingProblem, splits: Splits, ranks: NDArray[np.int
     shards = tuple(
         Shard(table, offset, width, int(rank)) for (table, offset, width), rank in zip(shards_of(splits), ranks)
     )
-    return Placement(shards, problem.sharding_types([len(widths) > 1 for widths in splits]))
+    return problem.placement(shards, [len(widths) > 1 for widths in splits])
 
 
 def first_fit_decreasing(problem: ShardingProblem, splits: Splits) -> NDArray[np.int64] | None:

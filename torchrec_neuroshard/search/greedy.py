@@ -110,7 +110,6 @@ class _Lineages:
 
     def __init__(self, simulator: PlanSimulator, candidates: int, grid: int, split_tables: int) -> None:
         problem, ranks = simulator.problem, simulator.problem.cluster.world_size
-        lookups = len(problem.lookup_keys)
         room = candidates * grid
         self.of_pair = np.repeat(np.arange(candidates), grid)  # [pairs] state of each pair
         self.count = candidates  # states in use; the arrays have room for one a pair
@@ -119,7 +118,7 @@ class _Lineages:
         self.group_ms = np.repeat(simulator.group_ms(background.sums)[None], room, axis=0)
         self.load = self.group_ms.sum(axis=(2, 3))  # compute so far, in ms
         self.free = np.repeat(problem.cluster.capacity[None].astype(np.float64), room, axis=0)
-        self.columns = np.zeros((room, lookups, ranks))
+        self.columns = np.repeat(background.columns[None], room, axis=0)
         self.ids = np.repeat(background.ids[None], room, axis=0)
         self.held = np.zeros((room, split_tables, ranks), dtype=bool)  # ranks that hold a shard of a split table
 

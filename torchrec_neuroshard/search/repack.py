@@ -233,7 +233,7 @@ class _Base:
         stays = (place[arrays.rank] >= 0) & ~off
         at, kind = place[arrays.rank[stays]], arrays.kind[stays]
         sums = simulator.background.sums[ranks].copy()
-        columns = np.zeros((len(ranks), len(state.columns)))
+        columns = simulator.background.columns.T[ranks].copy()
         ids = simulator.background.ids.T[ranks].copy()
         free = simulator.problem.cluster.capacity[ranks].astype(np.float64)
         np.add.at(sums, (at, arrays.group[stays]), simulator.z[kind])

@@ -67,8 +67,7 @@ class ShardArrays:
 
     def placement(self, problem: ShardingProblem) -> Placement:
         """The shards as a placement."""
-        types = problem.sharding_types((self.pieces > 1).tolist())
-        return Placement(tuple(Shard(*row) for row in self.columns.tolist()), types)
+        return problem.placement(tuple(Shard(*row) for row in self.columns.tolist()), (self.pieces > 1).tolist())
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class PlacementState:
         if before is None or touched is None or not _same_groups(arrays, before.arrays):
             touched = np.arange(ranks)
             self.sums = background.sums.copy()
-            self.columns = np.zeros((len(problem.lookup_keys), ranks))
+            self.columns = background.columns.copy()
             self.ids = background.ids.copy()
             self.free = problem.cluster.capacity.astype(np.float64).copy()
             self.group_ms = np.zeros((ranks, len(problem.group_keys), 2))
@@ -132,8 +131,8 @@ class PlacementState:
         else:
             self.sums, self.columns, self.ids = before.sums.copy(), before.columns.copy(), before.ids.copy()
             self.free, self.group_ms = before.free.copy(), before.group_ms.copy()
-            self.sums[touched], self.columns[:, touched] = background.sums[touched], 0.0
-            self.ids[:, touched] = background.ids[:, touched]
+            self.sums[touched], self.ids[:, touched] = background.sums[touched], background.ids[:, touched]
+            self.columns[:, touched] = background.columns[:, touched]
             self.free[touched] = problem.cluster.capacity[touched]
             inside = np.isin(arrays.rank, touched)
         rank, kind = arrays.rank[inside], arrays.kind[inside]
