@@ -14,9 +14,9 @@ from typing import Iterable, Literal, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrec_neuroshard.costs.features import ShardFeatures
+from torchrec_neuroshard.costs.features import ShardFeatures, shard_features
 from torchrec_neuroshard.costs.model import CostModel
-from torchrec_neuroshard.costs.simulator import PlanSimulator, kind_features
+from torchrec_neuroshard.costs.simulator import PlanSimulator, kind_work
 from torchrec_neuroshard.problem import Placement, ShardingProblem
 
 Objective = Literal["paper", "simulator"]
@@ -118,7 +118,7 @@ class GroupQueries:
         if fresh:
             for kind in fresh:
                 self._row[kind] = len(self._row)
-            features = kind_features(self._simulator.problem, list(fresh.values()))
+            features = shard_features(kind_work(self._simulator.problem, list(fresh.values())))
             known = [] if self._features is None else [self._features]
             self._features = ShardFeatures.concatenate([*known, features])
         return kinds

@@ -159,7 +159,9 @@ def test_plans_of_types_within_hosts_are_built_as_torchrecs(kind: str) -> None:
 
 def test_columns_within_a_host_are_cut_where_the_table_fits_on_no_rank() -> None:
     model = nn.Sequential(bag_collection(bag_config("t", 1_000_000, 256)))
-    constraints = {"t": ParameterConstraints(sharding_types=["table_column_wise"], min_partition=64)}
+    constraints = {
+        "t": ParameterConstraints(sharding_types=["table_column_wise"], compute_kernels=["fused"], min_partition=64)
+    }
     sharders: list[ModuleSharder[nn.Module]] = [EmbeddingBagCollectionSharder()]  # type: ignore[list-item]
 
     def plan(gib: float) -> object:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.problems import random_problem, untrained_model
-from torchrec_neuroshard.costs.features import FEATURES
+from torchrec_neuroshard.costs.features import FEATURES, shard_features
 from torchrec_neuroshard.costs.group_model import GroupCostModel
 from torchrec_neuroshard.costs.group_net import GroupNet
 from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.costs.plan_uncertainty import plan_uncertainty
-from torchrec_neuroshard.costs.simulator import PlanSimulator, kind_features
+from torchrec_neuroshard.costs.simulator import PlanSimulator, kind_work
 from torchrec_neuroshard.costs.uncertainty import RANGED, Uncertainty
 from torchrec_neuroshard.search import find_placement
 from torchrec_neuroshard.search.driver import _choose
@@ -81,7 +81,7 @@ def test_tables_and_ranks_beyond_the_data_are_named() -> None:
     found = plan_uncertainty(problem, placement, model)
     assert found is not None
     pairs = sorted({(shard.table, shard.width) for shard in placement.shards})
-    rows = kind_features(problem, pairs).features[:, FEATURES.index("log_rows")]
+    rows = shard_features(kind_work(problem, pairs)).features[:, FEATURES.index("log_rows")]
     expected = sorted({problem.tables[table].name for (table, _), value in zip(pairs, rows) if value > 10.5})
     assert sorted(found.outside["log_rows"]) == expected and expected
     ranks = {shard.rank for shard in placement.shards}

@@ -42,7 +42,7 @@ from torchrec_neuroshard.adapters.errors import (
     insufficient_storage,
     to_plain,
 )
-from torchrec_neuroshard.adapters.module_tables import COLUMN_SPLITS, KERNELS, ShardableTable, collect_tables
+from torchrec_neuroshard.adapters.module_tables import COLUMN_SPLITS, ShardableTable, collect_tables
 from torchrec_neuroshard.adapters.plan_estimates import set_estimates
 from torchrec_neuroshard.adapters.sharding_plan import one_shard_per_rank, sharding_options
 from torchrec_neuroshard.adapters.split_search import SplitSearch
@@ -65,7 +65,7 @@ from torchrec_neuroshard.problem import (
     ShardingProblem,
 )
 from torchrec_neuroshard.report.plan_report import PlanReport
-from torchrec_neuroshard.report.reasons import spread_reasons
+from torchrec_neuroshard.report.reasons import host_memory_reasons, spread_reasons
 from torchrec_neuroshard.search import SearchConfig
 
 logger = logging.getLogger(__name__)
@@ -292,17 +292,21 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         except InfeasibleError as error:
             raise insufficient_storage(error, cluster.world_size, self._batch_size) from error
         placement = one_shard_per_rank(problem, result.placement)
+        if placement.kernels:
+            problem = problem.with_kernels(placement.kernels)
+            tables = tuple(entry.with_kernel(*kernel) for entry, kernel in zip(tables, placement.kernels))
         simulator = simulate(problem, objective)
         cost = simulator.cost(placement)
 
         options = sharding_options(tables, placement, self._batch_size, cluster)
         set_estimates(options, placement, simulator, cost)
+        compute_kernels = tuple(option.compute_kernel for option in options)
         for callback in self._callbacks:
             options = callback(options)
         if self._callbacks:
             notes.append("Callbacks may have changed the plan; this report is of the plan before them.")
         plan = to_sharding_plan(options, topology)
-        notes += spread_reasons(simulator, placement, cost)
+        notes += [*spread_reasons(simulator, placement, cost), *host_memory_reasons(problem)]
         if self._search.prove_bound and result.lower_bound_ms is None:
             self._warn(
                 notes,
@@ -327,7 +331,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
                 "provenance": objective.provenance,
                 "hardware": objective.hardware,
             },
-            compute_kernels=tuple(KERNELS[kind] for kind in placement.sharding_types),
+            compute_kernels=compute_kernels,
             plan_seconds=perf_counter() - begun,
             uncertainty=uncertainty,
             lower_bound_ms=result.lower_bound_ms,

@@ -42,7 +42,7 @@ DATA_TYPE_BYTES = {"fp32": 4, "fp16": 2}
 FUSED = "fused"
 UVM = "fused_uvm"
 UVM_CACHING = "fused_uvm_caching"
-FUSED_KERNELS = (FUSED, UVM, UVM_CACHING)
+FUSED_KERNELS = (FUSED, UVM_CACHING, UVM)  # fastest first
 
 
 class Pipeline(str, Enum):
@@ -170,12 +170,14 @@ class TableOptions:
     Attributes:
         sharding_types: allowed types, a subset of :data:`COLUMN_TYPES` and :data:`SPREAD_TYPES`.
         min_width: narrowest column shard; the table's whole dim when it must not be split.
-        kernels: allowed of :data:`FUSED_KERNELS`, preferred first.
+        kernels: allowed of :data:`FUSED_KERNELS`.
+        load_factor: share of the rows that a cache is to hold; None leaves it to the search.
     """
 
     sharding_types: tuple[str, ...]
     min_width: int
     kernels: tuple[str, ...] = (FUSED,)
+    load_factor: float | None = None
 
     def __post_init__(self) -> None:
         if not self.sharding_types or set(self.sharding_types) - {*COLUMN_TYPES, *SPREAD_TYPES}:
@@ -449,7 +451,12 @@ def check_placement(problem: ShardingProblem, placement: Placement) -> list[str]
     Each element of each table lies on exactly one rank, or the table on all, widths and types are allowed, memory
     suffices.
     """
-    faults: list[str] = []
+    problem = problem.with_kernels(placement.kernels)
+    faults: list[str] = [
+        f"{table.name}: kernel {table.kernel} is not allowed"
+        for table, option in zip(problem.tables, problem.options)
+        if table.kernel not in option.kernels
+    ]
     used = np.zeros((problem.cluster.world_size, 2))
     columns: dict[int, int] = dict.fromkeys(range(len(problem.tables)), 0)
     pieces: dict[int, int] = dict.fromkeys(columns, 0)

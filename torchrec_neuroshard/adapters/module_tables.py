@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Iterator, Mapping, Sequence
 
 import torch
@@ -24,6 +24,8 @@ from torchrec_neuroshard.problem import (
     COLUMN_TYPES,
     COLUMN_WISE,
     DATA_PARALLEL,
+    FUSED,
+    FUSED_KERNELS,
     GRID_SHARD,
     SPREAD_TYPES,
     TABLE_COLUMN_WISE,
@@ -34,11 +36,10 @@ from torchrec_neuroshard.problem import (
 
 COLUMN_SPLITS = ("auto", "any", "never")
 
-FUSED = EmbeddingComputeKernel.FUSED.value
 DENSE = EmbeddingComputeKernel.DENSE.value
 
-# The sharding types that are planned, each with its kernel.
-KERNELS = {kind: DENSE if kind == DATA_PARALLEL else FUSED for kind in (*COLUMN_TYPES, *SPREAD_TYPES)}
+# The sharding types that are planned.
+SHARDING_TYPES = (*COLUMN_TYPES, *SPREAD_TYPES)
 
 # Types that only a constraint that names them allows: a data-parallel table has no fused optimizer (one that the user
 # gave to the sharder would silently be lost, and the table stay as it is); TorchRec considers grids only when asked to.
@@ -69,7 +70,8 @@ class ShardableTable:
         sharder: the sharder of the module.
         parameter: the weights, often on the meta device.
         table: the table as the search sees it.
-        sharding_types: allowed types, some of :data:`KERNELS`.
+        sharding_types: allowed types.
+        kernels: allowed kernels of the types whose optimizer is fused; () where there is none.
         optimizer: the optimizer fused into its backward pass.
         input_lengths: [inputs] pooling factors as TorchRec's ShardingOption takes them.
         constraints: the user's constraints; None without any.
@@ -82,9 +84,16 @@ class ShardableTable:
     parameter: torch.Tensor
     table: Table
     sharding_types: tuple[str, ...]
+    kernels: tuple[str, ...]
     optimizer: FusedOptimizer
     input_lengths: tuple[float, ...]
     constraints: ParameterConstraints | None
+
+    def with_kernel(self, kernel: str, load_factor: float) -> ShardableTable:
+        """The table with this kernel, and this share of its rows in the cache."""
+        if (kernel, load_factor) == (self.table.kernel, self.table.load_factor):
+            return self
+        return replace(self, table=replace(self.table, kernel=kernel, load_factor=load_factor))
 
     def options(self, column_split: str) -> TableOptions:
         """What a plan may do with the table.
@@ -103,7 +112,10 @@ class ShardableTable:
             width = WIDTH_MULTIPLE
         else:
             width = _AUTO_MIN_WIDTH if self.optimizer.elementwise else _TORCHREC_MIN_WIDTH
-        return TableOptions(self.sharding_types, min(dim, -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE))
+        width = min(dim, -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+        cache = self.constraints.cache_params if self.constraints is not None else None
+        load_factor = cache.load_factor if cache is not None else None
+        return TableOptions(self.sharding_types, width, self.kernels or (FUSED,), load_factor)
 
 
 def collect_tables(
@@ -145,6 +157,7 @@ def collect_tables(
         _check_device(full_name, constraint, device)
         _check_numbers(full_name, constraint)
         config = configs[path][name]
+        allowed_types, kernels = _allowed(full_name, constraint, types[key])
         optimizer = optimizer_of(parameter, fused_params_of(sharder))
         pooling, input_lengths = _pooling(path, config, constraint, batch_size, table_stats)
         tables.append(
@@ -167,7 +180,8 @@ def collect_tables(
                     module=path,
                     id_order=table_stats.id_order(path, name) if table_stats else ID_ORDERS[0],
                 ),
-                sharding_types=_allowed_types(full_name, constraint, types[key]),
+                sharding_types=allowed_types,
+                kernels=kernels,
                 optimizer=optimizer,
                 input_lengths=input_lengths,
                 constraints=constraint,
@@ -193,10 +207,10 @@ def _shardable(
             yield path, child, sharder, name, parameter
 
 
-def _allowed_types(
+def _allowed(
     table: str, constraint: ParameterConstraints | None, offered: Mapping[str, Sequence[str]]
-) -> tuple[str, ...]:
-    """Types that are planned, and that the sharder offers and the constraints allow with their kernel."""
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Types, and kernels with a fused optimizer, that the sharder offers and the constraints allow."""
     wanted_types = constraint.sharding_types if constraint else None
     wanted_kernels = constraint.compute_kernels if constraint else None
     left = {
@@ -204,15 +218,19 @@ def _allowed_types(
         for kind, kernels in offered.items()
         if not wanted_types or kind in wanted_types
     }
-    allowed = tuple(
+    fused = {kind: [kernel for kernel in FUSED_KERNELS if kernel in left[kind]] for kind in left}
+    allowed = [
         kind
-        for kind, kernel in KERNELS.items()
-        if kernel in left.get(kind, ()) and (kind not in _NAMED_ONLY or kind in (wanted_types or ()))
-    )
-    if COLUMN_WISE in allowed:  # the run time serves both by the same code, wherever the shards lie
-        allowed = tuple(kind for kind in allowed if kind != TABLE_COLUMN_WISE)
-    if allowed:
-        return allowed
+        for kind in SHARDING_TYPES
+        if (DENSE in left.get(kind, ()) if kind == DATA_PARALLEL else fused.get(kind))
+        and (kind not in _NAMED_ONLY or kind in (wanted_types or ()))
+    ]
+    if COLUMN_WISE in allowed and TABLE_COLUMN_WISE in allowed:
+        allowed.remove(TABLE_COLUMN_WISE)  # the run time serves both by the same code, wherever the shards lie
+    by_fused_types = [fused[kind] for kind in allowed if kind != DATA_PARALLEL]
+    kernels = [kernel for kernel in FUSED_KERNELS if by_fused_types and all(kernel in some for some in by_fused_types)]
+    if allowed and (kernels or not by_fused_types):
+        return tuple(allowed), tuple(kernels)
     pairs = [f"{kind} with kernel {kernel}" for kind, kernels in left.items() for kernel in kernels]
     if not pairs:
         raise PlannerError(
@@ -224,7 +242,7 @@ def _allowed_types(
     raise unsupported(
         table,
         f"its constraints leave only {', '.join(pairs)}, which is not supported",
-        "Allow table_wise, column_wise or row_wise with the fused kernel, or data_parallel with the dense one, in its "
+        "Allow a fused kernel (fused, fused_uvm_caching, fused_uvm), or data_parallel with the dense one, in its "
         "ParameterConstraints, or plan its module with TorchRec's planner.",
     )
 

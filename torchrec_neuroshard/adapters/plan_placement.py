@@ -8,11 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrec.distributed.types import ShardingPlan
 
-from torchrec_neuroshard.adapters.module_tables import KERNELS, ShardableTable
+from torchrec_neuroshard.adapters.module_tables import DENSE, SHARDING_TYPES, ShardableTable
 from torchrec_neuroshard.problem import (
+    DATA_PARALLEL,
     EVERYWHERE_TYPES,
+    FUSED,
+    FUSED_KERNELS,
     ROW_TYPES,
     SPREAD_TYPES,
+    UVM_CACHING,
     Cluster,
     Placement,
     Shard,
@@ -20,6 +24,8 @@ from torchrec_neuroshard.problem import (
     Spread,
     TableOptions,
 )
+
+_LOAD_FACTOR = 0.2  # FBGEMM's, where a plan does not say
 
 
 class UnsimulatedPlanError(ValueError):
@@ -38,19 +44,22 @@ def simulated_problem(
         batch_size: samples per rank.
 
     Raises:
-        UnsimulatedPlanError: the plan holds another kernel than fused, and dense for data_parallel tables.
+        UnsimulatedPlanError: the plan holds another kernel than the fused ones, and dense for data_parallel tables.
     """
     shards: list[Shard] = []
     types: list[str] = []
     spreads: list[Spread | None] = []
+    kernels: list[tuple[str, float]] = []
     for index, entry in enumerate(tables):
         sharding: Any = (plan.get_plan_for_module(entry.module_path) or {})[entry.name]
         kind, kernel = sharding.sharding_type, sharding.compute_kernel
-        if KERNELS.get(kind) != kernel:
+        if kind not in SHARDING_TYPES or kernel not in ((DENSE,) if kind == DATA_PARALLEL else FUSED_KERNELS):
             raise UnsimulatedPlanError(
                 f"table {entry.name!r} is {kind} with kernel {kernel}, which the cost models do not cover yet"
             )
         types.append(kind)
+        load_factor = (sharding.cache_params and sharding.cache_params.load_factor) or _LOAD_FACTOR
+        kernels.append((kernel, load_factor if kernel == UVM_CACHING else 0.0) if kernel != DENSE else (FUSED, 0.0))
         if kind in SPREAD_TYPES:
             spreads.append(_spread(kind, sharding, cluster))
             continue
@@ -60,9 +69,10 @@ def simulated_problem(
             (Shard(index, piece.shard_offsets[1], piece.shard_sizes[1], rank) for piece, rank in pieces),
             key=lambda shard: shard.offset,
         )
-    options = (TableOptions(tuple(KERNELS), 1),) * len(tables)
+    options = (TableOptions(SHARDING_TYPES, 1, FUSED_KERNELS),) * len(tables)
     memory = _NoMemory()
-    problem = ShardingProblem(tuple(entry.table for entry in tables), options, cluster, batch_size, memory)
+    simulated = tuple(entry.with_kernel(*kernel).table for entry, kernel in zip(tables, kernels))
+    problem = ShardingProblem(simulated, options, cluster, batch_size, memory)
     return problem, Placement(tuple(shards), tuple(types), tuple(spreads))
 
 

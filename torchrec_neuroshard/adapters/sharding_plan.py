@@ -10,12 +10,14 @@ from torchrec.distributed.planner.enumerators import get_partition_by_type
 from torchrec.distributed.planner.planners import to_sharding_plan
 from torchrec.distributed.planner.types import Shard as TorchRecShard
 from torchrec.distributed.planner.types import ShardingOption, Topology
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import CacheParams, ShardingPlan
 
-from torchrec_neuroshard.adapters.module_tables import KERNELS, ShardableTable
+from torchrec_neuroshard.adapters.module_tables import DENSE, ShardableTable
 from torchrec_neuroshard.problem import (
     COLUMN_WISE,
+    DATA_PARALLEL,
     TABLE_WISE,
+    UVM_CACHING,
     Cluster,
     Placement,
     Shard,
@@ -74,13 +76,17 @@ def _option(entry: ShardableTable, sharding_type: str, shards: list[TorchRecShar
     if entry.constraints is not None:
         values = {name: getattr(entry.constraints, name, None) for name in _CARRIED}
         carried = {name: value for name, value in values.items() if value is not None}
+    if entry.table.kernel == UVM_CACHING:
+        carried["cache_params"] = replace(
+            carried.get("cache_params") or CacheParams(), load_factor=entry.table.load_factor
+        )
     return ShardingOption(
         name=entry.name,
         tensor=entry.parameter,
         module=(entry.module_path, entry.module),
         input_lengths=list(entry.input_lengths),
         batch_size=batch_size,
-        compute_kernel=KERNELS[sharding_type],
+        compute_kernel=DENSE if sharding_type == DATA_PARALLEL else entry.table.kernel,
         sharding_type=sharding_type,
         partition_by=get_partition_by_type(sharding_type),
         shards=shards,

@@ -23,14 +23,15 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec_neuroshard.adapters.compat import estimate
 from torchrec_neuroshard.adapters.module_tables import ShardableTable
 from torchrec_neuroshard.adapters.sharding_plan import option_of_widths, spread_option
-from torchrec_neuroshard.problem import DATA_PARALLEL, Cluster, Spread
+from torchrec_neuroshard.problem import DATA_PARALLEL, FUSED, UVM_CACHING, Cluster, Spread
 
 
 class ShardStorage:
-    """Bytes of a shard by TorchRec's storage estimator, plus the optimizer state that it overlooks.
+    """Bytes of a shard by TorchRec's storage estimator, plus what it overlooks.
 
     TorchRec's estimator sees an optimizer only when ``apply_optimizer_in_backward`` set it, not one in the
-    sharder's fused params, and charges row-wise state once per table although every column shard keeps its own.
+    sharder's fused params, and charges row-wise state once per table although every column shard keeps its own. It
+    takes cache slots to be as wide as the table, when they are as wide as the widest table of the TBE.
 
     Args:
         tables: the tables.
@@ -53,8 +54,23 @@ class ShardStorage:
         self._sharder_maps = dict(sharder_maps)
         self._batch_size = batch_size
         self._cluster = cluster
+        self._cache_widths = _cache_widths(tables)
         self._spread: dict[tuple[int, Spread], NDArray[np.float64]] = {}
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def with_kernels(self, kernels: tuple[tuple[str, float], ...]) -> ShardStorage:
+        """The bytes of shards with these kernels, as ``ShardingProblem.with_kernels`` takes them."""
+        other = copy.copy(self)
+        other._tables = tuple(entry.with_kernel(*kernel) for entry, kernel in zip(self._tables, kernels))
+        other._cache_widths = _cache_widths(other._tables)
+        kept = {
+            number
+            for number, (old, new) in enumerate(zip(self._tables, other._tables))
+            if old is new and new.table.kernel != UVM_CACHING
+        }
+        other._spread = {key: value for key, value in self._spread.items() if key[0] in kept}
+        other._known = {key: value for key, value in self._known.items() if key[0] in kept}
+        return other
 
     def __call__(self, table: int, width: int) -> tuple[float, float]:
         """Returns (HBM bytes, DDR bytes) of a shard of ``width`` columns of table number ``table``."""
@@ -74,7 +90,7 @@ class ShardStorage:
         for table, option in zip(widths, options):
             for shard in option.shards:
                 assert shard.storage is not None  # estimated
-                hbm, ddr = self.overlooked_state(table, shard.size[1])
+                hbm, ddr = self._overlooked(table, shard.size[1], shard.size[0])
                 self._known[table, shard.size[1]] = float(shard.storage.hbm + hbm), float(shard.storage.ddr + ddr)
 
     def spread(self, table: int, spread: Spread) -> NDArray[np.float64]:
@@ -88,7 +104,7 @@ class ShardStorage:
                 assert shard.storage is not None  # estimated
                 hbm = ddr = 0
                 if spread.kind != DATA_PARALLEL:  # the state of replicas is the dense optimizer's
-                    hbm, ddr = self.overlooked_state(table, shard.size[1], shard.size[0])
+                    hbm, ddr = self._overlooked(table, shard.size[1], shard.size[0])
                 rows.append((float(shard.storage.hbm + hbm), float(shard.storage.ddr + ddr)))
             self._spread[table, anywhere] = np.asarray(rows)
         return self._spread[table, anywhere]
@@ -102,23 +118,38 @@ class ShardStorage:
                 "give an enumerator with an EmbeddingStorageEstimator"
             )
 
-    def overlooked_state(self, table: int, width: int, rows: int | None = None) -> tuple[int, int]:
-        """(HBM, DDR) bytes of optimizer state that TorchRec's estimator does not charge for a shard.
+    def _overlooked(self, number: int, width: int, rows: int) -> tuple[int, int]:
+        """(HBM, DDR) bytes of a shard that TorchRec's estimator does not charge: optimizer state, width of cache slots.
 
         Args:
-            table: number of the table.
+            number: number of the table.
             width: columns of the shard.
-            rows: its rows; None for all of the table's.
+            rows: its rows.
         """
-        entry = self._tables[table]
-        rows = entry.table.num_embeddings if rows is None else rows
-        charged = 0
+        entry = self._tables[number]
+        table, charged = entry.table, 0
         optimizer_class = getattr(entry.parameter, "_optimizer_classes", [None])[0]
         if optimizer_class is not None:
             multiplier = torchrec_optimizer_multiplier(optimizer_class, entry.parameter.shape)
-            charged = math.ceil(rows * width * entry.table.element_bytes * multiplier)
+            charged = math.ceil(rows * width * table.element_bytes * multiplier)
         missing = max(0, entry.optimizer.state_bytes(rows, width) - charged)
-        return (missing, 0) if self._cluster.device != "cpu" else (0, missing)
+        if table.kernel == UVM_CACHING:  # state stays in host memory, uncached
+            slots = math.ceil(table.load_factor * rows)
+            return slots * (self._cache_widths[number] - width) * table.element_bytes, missing
+        on_device = self._cluster.device != "cpu" and table.kernel == FUSED
+        return (missing, 0) if on_device else (0, missing)
+
+
+def _cache_widths(tables: Sequence[ShardableTable]) -> list[int]:
+    """[tables] columns of a slot of the cache that serves each table: those of the widest table of its TBE.
+
+    FBGEMM has one cache for a TBE. Where its widest table is cut, slots are narrower than this.
+    """
+    keys = [entry.table.group_key("") for entry in tables]
+    widest: dict[tuple[str, ...], int] = {}
+    for key, entry in zip(keys, tables):
+        widest[key] = max(widest.get(key, 0), entry.table.embedding_dim)
+    return [widest[key] for key in keys]
 
 
 def reserved_capacity(

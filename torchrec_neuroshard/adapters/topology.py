@@ -15,7 +15,7 @@ from torchrec.distributed.planner.types import Topology
 
 from torchrec_neuroshard.adapters import compat
 from torchrec_neuroshard.adapters.errors import UnsupportedArgumentError
-from torchrec_neuroshard.costs.hardware import HARDWARE, HardwareSpec, detect_hardware
+from torchrec_neuroshard.costs.hardware import detect_hardware, hardware_spec
 from torchrec_neuroshard.problem import Cluster, Pipeline
 
 logger = logging.getLogger(__name__)
@@ -105,11 +105,6 @@ class DetectedMachine:
             f"{spec.memory_gbps:g} GB/s, links {spec.intra_host_gbps:g} GB/s within and {spec.inter_host_gbps:g} GB/s "
             "between hosts); override with topology= and hardware="
         )
-
-
-def hardware_spec(name: str, device: str) -> HardwareSpec:
-    """The preset of this name; the generic one of the device for hardware known only by its measurements."""
-    return HARDWARE.get(name) or HARDWARE["generic_cpu" if device == "cpu" else "generic_gpu"]
 
 
 def planning_cluster(

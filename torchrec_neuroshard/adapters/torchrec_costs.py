@@ -56,6 +56,11 @@ class _TorchRecCosts:
         self._tables, self._enumerator, self._maps = tables, enumerator, sharder_maps
         self._batch_size, self._cluster = batch_size, cluster
 
+    def with_kernels(self, kernels: tuple[tuple[str, float], ...]) -> _TorchRecCosts:
+        """The costs of shards with these kernels."""
+        tables = [entry.with_kernel(*kernel) for entry, kernel in zip(self._tables, kernels)]
+        return _TorchRecCosts(tables, self._enumerator, self._maps, self._batch_size, self._cluster)
+
     def __call__(self, shards: list[tuple[int, int]]) -> NDArray[np.float64]:
         widths: dict[int, list[int]] = {}
         for table, width in shards:

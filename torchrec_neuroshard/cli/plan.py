@@ -30,13 +30,13 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec_neuroshard.adapters import compat, workload_model
 from torchrec_neuroshard.adapters.module_tables import collect_tables
 from torchrec_neuroshard.adapters.plan_placement import UnsimulatedPlanError, simulated_problem
-from torchrec_neuroshard.adapters.topology import DetectedMachine, hardware_spec, planning_cluster
+from torchrec_neuroshard.adapters.topology import DetectedMachine, planning_cluster
 from torchrec_neuroshard.adapters.torchrec_costs import NAME as TORCHREC_COSTS
 from torchrec_neuroshard.adapters.torchrec_costs import torchrec_objective
 from torchrec_neuroshard.cli.errors import CliError
 from torchrec_neuroshard.cli.plan_output import PlanOutput, print_tables
 from torchrec_neuroshard.costs.additive_simulator import Objective, simulate
-from torchrec_neuroshard.costs.hardware import HARDWARE, detect_hardware
+from torchrec_neuroshard.costs.hardware import HARDWARE, detect_hardware, hardware_spec
 from torchrec_neuroshard.costs.model import CostModel, CostModelError, shipped_models
 from torchrec_neuroshard.costs.registry import resolve_cost_model
 from torchrec_neuroshard.planner import NeuroShardPlanner

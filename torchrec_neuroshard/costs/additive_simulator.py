@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.costs.simulator import PlanCost, PlanSimulator, ShardCost
-from torchrec_neuroshard.problem import Placement, ShardingProblem, Spread
+from torchrec_neuroshard.problem import FUSED, Placement, ShardingProblem, Spread
 
 PARTS = ("forward", "backward", "forward_comms", "backward_comms")
 
@@ -23,7 +23,9 @@ PARTS = ("forward", "backward", "forward_comms", "backward_comms")
 class ShardCosts(Protocol):
     """Costs of single shards.
 
-    Where tables may be spread, it has a method ``spread(table, spread)`` too, which returns [blocks, PARTS] ms.
+    Where tables may be spread, it has a method ``spread(table, spread)`` too, which returns [blocks, PARTS] ms; where
+    they may have other kernels than "fused", ``with_kernels(kernels)``, which takes what
+    ``ShardingProblem.with_kernels`` does and returns such costs.
     """
 
     def __call__(self, shards: list[tuple[int, int]]) -> NDArray[np.float64]:
@@ -53,7 +55,16 @@ class AdditiveSimulator(PlanSimulator):
 
     def __init__(self, problem: ShardingProblem, objective: AdditiveObjective) -> None:
         self.objective = objective
+        self._costs = objective.shard_costs
+        if any(table.kernel != FUSED for table in problem.tables):
+            with_kernels = getattr(objective.shard_costs, "with_kernels", None)
+            if with_kernels is None:
+                raise ValueError(f"the costs {objective.name!r} do not tell what tables in host memory cost")
+            self._costs = with_kernels(problem.kernels)
         self._start(problem, len(PARTS))
+
+    def _of_problem(self, problem: ShardingProblem) -> AdditiveSimulator:
+        return AdditiveSimulator(problem, self.objective)
 
     @property
     def passes_apart(self) -> bool:
@@ -69,14 +80,14 @@ class AdditiveSimulator(PlanSimulator):
         """There is no better judge."""
 
     def _contributions(self, pairs: list[tuple[int, int]]) -> NDArray[np.float64]:
-        return self.objective.shard_costs(pairs)
+        return self._costs(pairs)
 
     @property
     def _spread_collectives(self) -> None:
         """Theirs are part of the costs."""
 
     def _spread_contributions(self, table: int, spread: Spread) -> NDArray[np.float64]:
-        of_blocks = getattr(self.objective.shard_costs, "spread", None)
+        of_blocks = getattr(self._costs, "spread", None)
         if of_blocks is None:
             raise ValueError(f"the costs {self.objective.name!r} do not tell what {spread.kind} tables cost")
         return np.asarray(of_blocks(table, spread))

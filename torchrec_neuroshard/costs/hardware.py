@@ -116,6 +116,11 @@ HARDWARE: dict[str, HardwareSpec] = {
 }
 
 
+def hardware_spec(name: str, device: str) -> HardwareSpec:
+    """The preset of this name; the generic one of the device for hardware known only by its measurements."""
+    return HARDWARE.get(name) or HARDWARE["generic_cpu" if device == "cpu" else "generic_gpu"]
+
+
 def detect_hardware(device: str) -> str:
     """Name of the preset in :data:`HARDWARE` that this machine's device matches best.
 

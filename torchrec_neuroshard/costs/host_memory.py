@@ -33,9 +33,7 @@ import numpy as np
 from torchrec_neuroshard.access import AccessDistribution
 from torchrec_neuroshard.costs.features import ShardWork
 from torchrec_neuroshard.costs.hardware import GATHER_EFFICIENCY, HardwareSpec
-
-UVM = "fused_uvm"
-UVM_CACHING = "fused_uvm_caching"
+from torchrec_neuroshard.problem import UVM, UVM_CACHING
 
 # A prefetch makes ids of all tables distinct keys, drops repeated ones, looks them up, sorts the missing ones by cache
 # set, inserts those, and looks up every id's slot: that many passes of the launch cost of a TBE.
@@ -95,9 +93,14 @@ def host_memory_ms(
     missed = np.asarray(
         [missed_rows(s.access, ids, load_factor * float(s.access.counts.sum())) for s, ids in zip(shards, lookups)]
     )
-    prefetch = _PREFETCH_PASSES * spec.launch_ms
+    prefetch = prefetch_launch_ms(spec)
     prefetch += float(lookups.sum()) * _PREFETCH_BYTES / (spec.memory_gbps * GATHER_EFFICIENCY) * 1e-6
     return prefetch + _exchange_ms(spec, float(missed @ row_bytes)), _exchange_ms(spec, float(unique @ state_bytes))
+
+
+def prefetch_launch_ms(spec: HardwareSpec) -> float:
+    """What starting a group's prefetch takes, however many ids there are; part of :func:`host_memory_ms`'s forward."""
+    return _PREFETCH_PASSES * spec.launch_ms
 
 
 def _exchange_ms(spec: HardwareSpec, size: float) -> float:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrec_neuroshard.costs.features import shard_features
 from torchrec_neuroshard.costs.group_model import GroupCostModel
 from torchrec_neuroshard.costs.model import CostModel
-from torchrec_neuroshard.costs.simulator import PlanSimulator, kind_features
+from torchrec_neuroshard.costs.simulator import PlanSimulator, kind_work
 from torchrec_neuroshard.problem import Placement, ShardingProblem
 
 _WORDS = {
@@ -77,7 +78,7 @@ def plan_uncertainty(problem: ShardingProblem, placement: Placement, model: Cost
     if not isinstance(ensemble, GroupCostModel) or known is None or not placement.shards:
         return None
     simulator = PlanSimulator(problem, model.by_ensemble())
-    z = simulator.of(placement).group_sums(placement).z
+    z = simulator.of(placement).group_sums(placement).z[..., : ensemble.z_dim]
     ranks, groups = z.shape[:2]
     flat = z.reshape(ranks * groups, -1)
     spread = ensemble.spread(flat).reshape(ranks, groups)
@@ -88,7 +89,7 @@ def plan_uncertainty(problem: ShardingProblem, placement: Placement, model: Cost
     tables = np.asarray([table for table, _ in pairs])
     outside = {
         name: tuple(problem.tables[table].name for table in np.unique(tables[mask]))
-        for name, mask in known.outside(kind_features(problem, pairs)).items()
+        for name, mask in known.outside(shard_features(kind_work(problem, pairs))).items()
     }
     return PlanUncertainty(
         float(known.expected_error(of_rank[slowest])),

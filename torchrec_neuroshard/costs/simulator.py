@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Any, Iterable
+from typing import Any, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchrec_neuroshard.costs.collective_model import CollectiveModel
 from torchrec_neuroshard.costs.collective_traffic import Traffic
-from torchrec_neuroshard.costs.features import ShardFeatures, ShardWork, shard_features
+from torchrec_neuroshard.costs.features import ShardWork, shard_features
+from torchrec_neuroshard.costs.hardware import hardware_spec
 from torchrec_neuroshard.costs.model import CostModel
+from torchrec_neuroshard.costs.offloading import EXTRAS, HostMemory
 from torchrec_neuroshard.costs.spread import Background, spread_columns, spread_ids, spread_work
-from torchrec_neuroshard.problem import Pipeline, Placement, ShardingProblem, Spread
+from torchrec_neuroshard.problem import FUSED, Pipeline, Placement, ShardingProblem, Spread, Table
 
 _ID_BYTES = 8  # KJT values travel as int64
 _FLOATS_PER_ID = _ID_BYTES / 4
@@ -107,11 +109,11 @@ class PlacementSums:
     ids: NDArray[np.float64]
 
 
-def kind_features(problem: ShardingProblem, pairs: Iterable[tuple[int, int]]) -> ShardFeatures:
-    """Features of shards given as (table, width) pairs, for the global batch."""
-    return shard_features(
+def kind_work(problem: ShardingProblem, pairs: Iterable[tuple[int, int]]) -> list[ShardWork]:
+    """What a TBE does for shards given as (table, width) pairs, on the global batch."""
+    return [
         replace(ShardWork.whole(problem.tables[table], problem.global_batch_size), dim=width) for table, width in pairs
-    )
+    ]
 
 
 class PlanSimulator:
@@ -126,7 +128,10 @@ class PlanSimulator:
         self.model = model
         cluster = problem.cluster
         self._collectives = model.collectives.on_links(cluster.intra_host_gbps, cluster.inter_host_gbps)
-        self._start(problem, model.groups.z_dim)
+        self._host_memory: HostMemory | None = None
+        if any(table.kernel != FUSED for table in problem.tables):
+            self._host_memory = HostMemory(hardware_spec(cluster.hardware, cluster.device))
+        self._start(problem, model.groups.z_dim + (EXTRAS if self._host_memory else 0))
 
     def _start(self, problem: ShardingProblem, z_dim: int) -> None:
         """Sets up without any kinds."""
@@ -174,7 +179,15 @@ class PlanSimulator:
         return self._spread[table, spread]
 
     def _spread_contributions(self, table: int, spread: Spread) -> NDArray[np.float64]:
-        return self.model.groups.contributions(shard_features(spread_work(self.problem, table, spread)))
+        works = spread_work(self.problem, table, spread)
+        return self._of_works([self.problem.tables[table]] * len(works), works)
+
+    def _of_works(self, tables: Sequence[Table], works: Sequence[ShardWork]) -> NDArray[np.float64]:
+        """[shards, z_dim] contributions of shards of these tables."""
+        z = self.model.groups.contributions(shard_features(works))
+        if self._host_memory is None:
+            return z
+        return np.concatenate([z, self._host_memory.contributions(tables, works)], axis=1)
 
     def kinds(self, shards: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
         """Indices of (table, width) pairs, registering new ones in the order given."""
@@ -207,7 +220,7 @@ class PlanSimulator:
 
     def _contributions(self, pairs: list[tuple[int, int]]) -> NDArray[np.float64]:
         """[pairs, z_dim] what shards, given as (table, width), add to the sum of their group."""
-        return self.model.groups.contributions(kind_features(self.problem, pairs))
+        return self._of_works([self.problem.tables[table] for table, _ in pairs], kind_work(self.problem, pairs))
 
     def _register(self, pairs: list[tuple[int, int]]) -> None:
         for pair in pairs:
@@ -226,8 +239,12 @@ class PlanSimulator:
 
     def group_ms(self, z: NDArray[np.float64]) -> NDArray[np.float64]:
         """Forward and backward ms, [..., 2], of fused groups with sums ``z`` [..., z_dim]."""
-        flat = self.model.groups.predict(z.reshape(-1, z.shape[-1]))
-        return flat.reshape(*z.shape[:-1], 2)
+        of_model = z[..., : self.model.groups.z_dim]
+        flat = self.model.groups.predict(of_model.reshape(-1, of_model.shape[-1]))
+        result = flat.reshape(*z.shape[:-1], 2)
+        if self._host_memory is not None:
+            result = result + self._host_memory.group_ms(z[..., -EXTRAS:])
+        return result
 
     def compute_objective(self, rank_ms: NDArray[np.float64]) -> NDArray[np.float64]:
         """[...] the compute part of an iteration from [..., ranks, 2] forward and backward ms."""
@@ -303,8 +320,16 @@ class PlanSimulator:
         return PlacementSums(sums, columns, ids)
 
     def of(self, placement: Placement) -> PlanSimulator:
-        """The simulator with those tables spread that the placement has spread."""
-        return self.spread_as(placement.spreads)
+        """The simulator with those tables spread that the placement has spread, and its kernels."""
+        return self.with_kernels(placement.kernels).spread_as(placement.spreads)
+
+    def with_kernels(self, kernels: tuple[tuple[str, float], ...]) -> PlanSimulator:
+        """A simulator of the same problem with these kernels, as ``ShardingProblem.with_kernels`` takes them."""
+        problem = self.problem.with_kernels(kernels)
+        return self if problem is self.problem else self._of_problem(problem)
+
+    def _of_problem(self, problem: ShardingProblem) -> PlanSimulator:
+        return PlanSimulator(problem, self.model)
 
     def cost(self, placement: Placement) -> PlanCost:
         """Predicts a placement, with a breakdown by rank."""

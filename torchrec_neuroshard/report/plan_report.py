@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 
 from torchrec_neuroshard.costs.plan_uncertainty import PlanUncertainty
 from torchrec_neuroshard.costs.simulator import PlanCost
-from torchrec_neuroshard.problem import Block, Cluster, Placement, Table
+from torchrec_neuroshard.problem import UVM_CACHING, Block, Cluster, Placement, Table
 
 SCHEMA_VERSION = 1
 _GIB = 1024**3
@@ -57,7 +57,12 @@ class PlanReport:
     def tables_json(self) -> dict[str, Any]:
         """The plan itself: table -> sharding type, kernel and shards in column order."""
         tables: dict[str, Any] = {
-            table.name: {"sharding_type": kind, "compute_kernel": kernel, "shards": self._spread_shards(number)}
+            table.name: {
+                "sharding_type": kind,
+                "compute_kernel": kernel,
+                **({"cache_load_factor": table.load_factor} if kernel == UVM_CACHING else {}),
+                "shards": self._spread_shards(number),
+            }
             for number, (table, kind, kernel) in enumerate(
                 zip(self.tables, self.placement.sharding_types, self.compute_kernels)
             )

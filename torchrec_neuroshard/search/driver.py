@@ -15,6 +15,7 @@ from torchrec_neuroshard.search.beam import Scored, beam_search, score
 from torchrec_neuroshard.search.config import SearchConfig, SearchResult
 from torchrec_neuroshard.search.feasibility import feasible_placement, placement_of
 from torchrec_neuroshard.search.lower_bound import lower_bound_ms
+from torchrec_neuroshard.search.offload import choose_offloaded, may_offload, required_kernels
 from torchrec_neuroshard.search.refine import refine
 from torchrec_neuroshard.search.repack import repack
 from torchrec_neuroshard.search.splits import Splits
@@ -25,6 +26,8 @@ _NEARLY_AS_GOOD = 1.02  # times the least predicted cost: finalists
 _FINALISTS = 16
 # Shares of a time limit after which splits for a target, and the beam, have had their turn.
 _SHARE_OF_TARGETS, _SHARE_BEFORE_LAST = 0.4, 0.8
+# Share after which it is settled which tables lie in host memory, where that has to be.
+_SHARE_OF_OFFLOADING = 0.3
 # Shares after which it is settled which tables may lie on all ranks, and after which the search with them is over.
 _SHARE_OF_SPREAD, _SHARE_OF_CHOSEN = 0.25, 0.65
 # Relative distances from perfect balance at which, under additive costs, cuts one by one, and the search, are over.
@@ -43,13 +46,33 @@ def find_placement(problem: ShardingProblem, objective: Objective, config: Searc
         InfeasibleError: no placement fits within the allowed splits.
     """
     config, begun = config or SearchConfig(), time.perf_counter()
+    if not may_offload(problem):
+        return _search_kernels(problem, objective, config, begun)
+    kernels = required_kernels(problem)
+    try:
+        result = _search_kernels(problem.with_kernels(kernels), objective, config, begun, exact=False)
+    except InfeasibleError:
+        limit = config.timeout_seconds
+        kernels = choose_offloaded(
+            problem, objective, lambda: limit is not None and time.perf_counter() - begun > _SHARE_OF_OFFLOADING * limit
+        )
+        result = _search_kernels(problem.with_kernels(kernels), objective, config, begun)
+    if kernels == problem.kernels:
+        return result
+    return replace(result, placement=replace(result.placement, kernels=kernels))
+
+
+def _search_kernels(
+    problem: ShardingProblem, objective: Objective, config: SearchConfig, begun: float, exact: bool = True
+) -> SearchResult:
+    """Searches with the kernels that the problem's tables have; ``exact`` as of :func:`feasible_placement`."""
     simulator = simulate(problem, objective)
     if not any(option.spread_types for option in problem.options):
-        return _Search(simulator, config, begun).run()
-    return _search_spread(simulator, config, begun)
+        return _Search(simulator, config, begun, feasible_placement(problem, exact)).run()
+    return _search_spread(simulator, config, begun, exact)
 
 
-def _search_spread(simulator: PlanSimulator, config: SearchConfig, begun: float) -> SearchResult:
+def _search_spread(simulator: PlanSimulator, config: SearchConfig, begun: float, exact: bool) -> SearchResult:
     """The better of two searches: with only those tables spread that must be, and with those that seem to pay.
 
     That a choice pays was told by greedy placements, which refinement may turn round.
@@ -59,7 +82,7 @@ def _search_spread(simulator: PlanSimulator, config: SearchConfig, begun: float)
     def out_of_time(share: float) -> bool:
         return limit is not None and time.perf_counter() - begun > share * limit
 
-    required, feasible = feasible_spread(simulator.problem)
+    required, feasible = feasible_spread(simulator.problem, exact)
     chosen = choose_spread(simulator, required, config, lambda: out_of_time(_SHARE_OF_SPREAD))
     results: list[SearchResult] = []
     if chosen != feasible.spreads:

@@ -84,8 +84,12 @@ def must_be_spread(problem: ShardingProblem) -> Kinds:
         capacity = problem.spread_as(settle(problem, tuple(kinds), _sizes(problem))).cluster.capacity
 
 
-def feasible_spread(problem: ShardingProblem) -> tuple[Kinds, Placement]:
+def feasible_spread(problem: ShardingProblem, exact: bool = True) -> tuple[Kinds, Placement]:
     """The fewest tables spread with which the others fit, largest first, and where all of them fit.
+
+    Args:
+        problem: with nothing spread.
+        exact: where all else fails, as :func:`feasible_placement` takes it.
 
     Raises:
         InfeasibleError: nothing was found that fits.
@@ -105,7 +109,7 @@ def feasible_spread(problem: ShardingProblem) -> tuple[Kinds, Placement]:
             return kinds, feasible_placement(problem.spread_as(settle(problem, kinds, size)), exact=False)
         except InfeasibleError:
             continue
-    return required, feasible_placement(problem.spread_as(settle(problem, required, size)))
+    return required, feasible_placement(problem.spread_as(settle(problem, required, size)), exact)
 
 
 def _sizes(problem: ShardingProblem) -> list[float]:
