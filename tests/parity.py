@@ -17,6 +17,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan, ShardingType
 from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -237,8 +238,12 @@ class ShardedModel:
         self.dmp = DistributedModelParallel(
             Bags(collections, "meta"), device=torch.device("cpu"), plan=plan, sharders=sharders
         )
-        replicas = [parameter for _, parameter in in_backward_optimizer_filter(self.dmp.named_parameters())]
-        self.dense = dense_optimizer(optimizer, replicas) if replicas else None
+        replicas = dict(in_backward_optimizer_filter(self.dmp.named_parameters()))
+        self.dense = (
+            KeyedOptimizerWrapper(replicas, lambda parameters: dense_optimizer(optimizer, list(parameters)))
+            if replicas
+            else None
+        )
 
     def load(self, whole: Mapping[str, torch.Tensor]) -> None:
         """Takes its part of the weights of an unsharded model."""
