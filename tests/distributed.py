@@ -21,12 +21,19 @@ class RankError(RuntimeError):
     """A rank raised, died or did not finish in time; the message says which and holds its traceback."""
 
 
-def run_ranks(worker: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 240.0) -> list[Any]:
+def run_ranks(
+    worker: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    local_world_size: int | None = None,
+    timeout: float = 240.0,
+) -> list[Any]:
     """Calls ``worker(rank, *arguments)`` on each rank of a fresh gloo group.
 
     Args:
         worker: a module-level function; its result must pickle.
         world_size: ranks, one process each with one thread.
+        local_world_size: ranks per pretended host, by which TorchRec forms its groups; None makes one host of all.
         timeout: seconds after which the ranks are ended.
 
     Returns:
@@ -35,12 +42,13 @@ def run_ranks(worker: Callable[..., Any], world_size: int, *arguments: Any, time
     Raises:
         RankError: a rank raised, died or did not finish in time.
     """
+    local = world_size if local_world_size is None else local_world_size
     context = mp.get_context("spawn")
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         processes = [
-            context.Process(target=_rank_main, args=(worker, rank, world_size, str(store), results, arguments))
+            context.Process(target=_rank_main, args=(worker, rank, world_size, local, str(store), results, arguments))
             for rank in range(world_size)
         ]
         for process in processes:
@@ -75,11 +83,20 @@ def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:
 
 
 def _rank_main(
-    worker: Callable[..., Any], rank: int, world_size: int, store: str, results: Any, arguments: tuple[Any, ...]
+    worker: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    store: str,
+    results: Any,
+    arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank % local_world_size),
+        LOCAL_WORLD_SIZE=str(local_world_size),
     )
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)

@@ -170,7 +170,7 @@ def collect_tables(
                 table=Table(
                     name=unique,
                     num_embeddings=config.num_embeddings,
-                    embedding_dim=_dim(full_name, config),
+                    embedding_dim=_dim(full_name, config, constraint),
                     pooling_factor=pooling,
                     num_features=max(1, len(config.feature_names)),
                     weighted=child.is_weighted(),
@@ -269,6 +269,14 @@ def _check_numbers(table: str, constraint: ParameterConstraints | None) -> None:
             f"got {lengths}",
             error_type("INPUT_VALIDATION"),
         )
+    for name in ("num_poolings", "batch_sizes"):
+        values = getattr(constraint, name) or lengths
+        if len(values) != len(lengths) or not all(math.isfinite(value) and value >= 0 for value in values):
+            raise PlannerError(
+                f"Table {table!r}: {name} in its ParameterConstraints must be numbers of at least 0, one for each of "
+                f"its {len(lengths)} pooling_factors, got {values}",
+                error_type("INPUT_VALIDATION"),
+            )
     if constraint.min_partition is not None and constraint.min_partition < 1:
         raise PlannerError(
             f"Table {table!r}: min_partition in its ParameterConstraints must be at least 1 column, "
@@ -277,8 +285,8 @@ def _check_numbers(table: str, constraint: ParameterConstraints | None) -> None:
         )
 
 
-def _dim(table: str, config: EmbeddingBagConfig) -> int:
-    if getattr(config, "use_virtual_table", False):
+def _dim(table: str, config: EmbeddingBagConfig, constraint: ParameterConstraints | None) -> int:
+    if getattr(config, "use_virtual_table", False) or getattr(constraint, "use_virtual_table", False):
         raise unsupported(table, "virtual tables (use_virtual_table) are not supported", _PLAN_APART)
     if config.embedding_dim % WIDTH_MULTIPLE:
         raise unsupported(
@@ -331,10 +339,4 @@ def _sample_weights(constraint: ParameterConstraints | None, batch_size: int) ->
     count = len(constraint.pooling_factors)
     poolings: Sequence[Any] = constraint.num_poolings or [1.0] * count
     sizes: Sequence[Any] = constraint.batch_sizes or [batch_size] * count
-    if not len(poolings) == len(sizes) == count:
-        raise PlannerError(
-            f"pooling_factors, num_poolings and batch_sizes of a table must have equal length, got {count}, "
-            f"{len(poolings)} and {len(sizes)}",
-            error_type("INPUT_VALIDATION"),
-        )
     return [float(pooling) * float(size) / batch_size for pooling, size in zip(poolings, sizes)]
