@@ -36,8 +36,7 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -240,14 +239,6 @@ def test_what_cannot_fit_is_an_insufficient_storage_error_with_numbers(
             ["'t'", "device_group"],
         ),
         (bag_collection(bag_config("t", 100, 30)), None, ["'t'", "multiple of 4"]),
-        (
-            EmbeddingCollection(
-                tables=[EmbeddingConfig(name="seq", num_embeddings=10, embedding_dim=8, feature_names=["f"])],
-                device=torch.device("meta"),
-            ),
-            None,
-            ["'inner.seq'", "EmbeddingCollection", "TorchRec's planner"],
-        ),
     ],
 )
 def test_what_is_not_supported_names_the_table_and_the_remedy(

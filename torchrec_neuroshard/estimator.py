@@ -22,7 +22,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_neuroshard.access import ID_ORDERS
 from torchrec_neuroshard.adapters import compat
-from torchrec_neuroshard.adapters.module_tables import DATA_TYPES, FUSED
+from torchrec_neuroshard.adapters.module_tables import DATA_TYPES
 from torchrec_neuroshard.adapters.optimizers import optimizer_by_name, optimizer_of
 from torchrec_neuroshard.adapters.table_stats import TableStats
 from torchrec_neuroshard.adapters.topology import planning_cluster
@@ -31,6 +31,7 @@ from torchrec_neuroshard.costs.registry import resolve_cost_model
 from torchrec_neuroshard.costs.simulator import PlanSimulator, ShardCost
 from torchrec_neuroshard.problem import (
     COLUMN_WISE,
+    FUSED,
     TABLE_WISE,
     WIDTH_MULTIPLE,
     Pipeline,

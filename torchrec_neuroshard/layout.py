@@ -60,8 +60,8 @@ class Spread:
 
     Attributes:
         kind: its sharding type.
-        pieces: (columns, rank) of each piece of columns; the rank is the first of the host for the types that cut a
-            piece's rows among the ranks of a host. () for tables on all ranks.
+        pieces: (columns, rank) of each piece of columns, in column order; the rank is the first of the host for the
+            types that cut a piece's rows among the ranks of a host. () for tables on all ranks.
     """
 
     kind: str

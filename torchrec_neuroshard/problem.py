@@ -43,6 +43,8 @@ FUSED = "fused"
 UVM = "fused_uvm"
 UVM_CACHING = "fused_uvm_caching"
 FUSED_KERNELS = (FUSED, UVM_CACHING, UVM)  # fastest first
+# Rows in a store of their own, beyond host memory: no cost model covers it, and a search never chooses it.
+KEY_VALUE = "key_value"
 
 
 class Pipeline(str, Enum):
@@ -172,12 +174,15 @@ class TableOptions:
         min_width: narrowest column shard; the table's whole dim when it must not be split.
         kernels: allowed of :data:`FUSED_KERNELS`.
         load_factor: share of the rows that a cache is to hold; None leaves it to the search.
+        even_width: columns of each shard of a table that may only be cut into equal shards, which are then put on ranks
+            before the search; 0 where cuts are free.
     """
 
     sharding_types: tuple[str, ...]
     min_width: int
     kernels: tuple[str, ...] = (FUSED,)
     load_factor: float | None = None
+    even_width: int = 0
 
     def __post_init__(self) -> None:
         if not self.sharding_types or set(self.sharding_types) - {*COLUMN_TYPES, *SPREAD_TYPES}:
@@ -187,12 +192,13 @@ class TableOptions:
     @property
     def spread_types(self) -> tuple[str, ...]:
         """The allowed types whose tables are not placed shard by shard."""
-        return tuple(kind for kind in self.sharding_types if kind in SPREAD_TYPES)
+        even = (COLUMN_WISE,) if self.even_width else ()
+        return tuple(kind for kind in self.sharding_types if kind in (*SPREAD_TYPES, *even))
 
     @property
     def has_columns(self) -> bool:
         """Whether the table may be placed as column shards (a whole table is one)."""
-        return any(kind in COLUMN_TYPES for kind in self.sharding_types)
+        return any(kind in COLUMN_TYPES and kind not in self.spread_types for kind in self.sharding_types)
 
 
 class ShardMemory(Protocol):
@@ -329,6 +335,7 @@ class ShardingProblem:
         return (
             not self.is_spread(table)
             and COLUMN_WISE in self.options[table].sharding_types
+            and not self.options[table].even_width
             and (self.tables[table].embedding_dim >= 2 * self.options[table].min_width)
         )
 
@@ -526,6 +533,7 @@ __all__ = [
     "GRID_SHARD",
     "HOST_TYPES",
     "InfeasibleError",
+    "KEY_VALUE",
     "Pipeline",
     "Placement",
     "ROW_TYPES",

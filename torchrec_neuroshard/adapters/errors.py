@@ -26,9 +26,9 @@ def unsupported(table: str, what: str, remedy: str) -> PlannerError:
         remedy: what to do instead.
     """
     return PlannerError(
-        f"Table {table!r}: {what}. This version of NeuroShardPlanner plans the tables of "
-        "EmbeddingBagCollection table_wise, column_wise and row_wise (fused kernel) and data_parallel (dense). "
-        f"{remedy}",
+        f"Table {table!r}: {what}. NeuroShardPlanner plans the tables of (Fused)EmbeddingBagCollection, "
+        "FeatureProcessedEmbeddingBagCollection and (Fused)EmbeddingCollection, of every sharding type, with the fused "
+        f"kernels (data_parallel with the dense one). {remedy}",
         error_type("STRICT_CONSTRAINTS"),
     )
 

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import ModuleSharder
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_neuroshard.access import ID_ORDERS
 from torchrec_neuroshard.adapters.compat import error_type, fused_params_of, sharder_key
 from torchrec_neuroshard.adapters.errors import unsupported
+from torchrec_neuroshard.adapters.module_kinds import ModuleKind, module_kind
 from torchrec_neuroshard.adapters.names import qualified_name, unique_names
 from torchrec_neuroshard.adapters.optimizers import FusedOptimizer, optimizer_of
+from torchrec_neuroshard.adapters.table_constraints import allowed_options, check_device, check_numbers, pooling_of
 from torchrec_neuroshard.adapters.table_stats import TableStats
 from torchrec_neuroshard.problem import (
-    COLUMN_TYPES,
     COLUMN_WISE,
     DATA_PARALLEL,
     FUSED,
-    FUSED_KERNELS,
     GRID_SHARD,
-    SPREAD_TYPES,
     TABLE_COLUMN_WISE,
     WIDTH_MULTIPLE,
     Table,
@@ -35,15 +31,6 @@ from torchrec_neuroshard.problem import (
 )
 
 COLUMN_SPLITS = ("auto", "any", "never")
-
-DENSE = EmbeddingComputeKernel.DENSE.value
-
-# The sharding types that are planned.
-SHARDING_TYPES = (*COLUMN_TYPES, *SPREAD_TYPES)
-
-# Types that only a constraint that names them allows: a data-parallel table has no fused optimizer (one that the user
-# gave to the sharder would silently be lost, and the table stay as it is); TorchRec considers grids only when asked to.
-_NAMED_ONLY = (DATA_PARALLEL, GRID_SHARD)
 
 # Columns below which a split never pays, for optimizers that do not mind how columns are cut.
 _AUTO_MIN_WIDTH = 16
@@ -115,7 +102,17 @@ class ShardableTable:
         width = min(dim, -(-width // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
         cache = self.constraints.cache_params if self.constraints is not None else None
         load_factor = cache.load_factor if cache is not None else None
-        return TableOptions(self.sharding_types, width, self.kernels or (FUSED,), load_factor)
+        even_width = self._even_width() if self.table.unpooled and COLUMN_WISE in self.sharding_types else 0
+        return TableOptions(self.sharding_types, width, self.kernels or (FUSED,), load_factor, even_width)
+
+    def _even_width(self) -> int:
+        """Columns of each shard of a column-wise table of an EmbeddingCollection, by TorchRec's own rule.
+
+        Its run time needs equal shards, in order: others fail, or are silently wrong.
+        """
+        dim = self.table.embedding_dim
+        least = (self.constraints.min_partition if self.constraints is not None else None) or _TORCHREC_MIN_WIDTH
+        return next((w for w in range(least, dim) if dim % w == 0 and w % WIDTH_MULTIPLE == 0), dim)
 
 
 def collect_tables(
@@ -139,27 +136,33 @@ def collect_tables(
     Raises:
         PlannerError: a table needs something that this version does not plan, or constraints leave nothing.
     """
-    found = list(_shardable(module, {sharder_key(sharder.module_type): sharder for sharder in sharders}))
+    found = list(shardable_tables(module, sharders))
     names = unique_names([(path, name) for path, _, _, name, _ in found])
     types: dict[str, dict[str, list[str]]] = {}
-    configs: dict[str, dict[str, EmbeddingBagConfig]] = {}
+    kinds: dict[str, ModuleKind] = {}
+    configs: dict[str, dict[str, BaseEmbeddingConfig]] = {}
     tables = []
     for unique, (path, child, sharder, name, parameter) in zip(names, found):
         full_name = qualified_name(path, name)
-        if not isinstance(child, EmbeddingBagCollection):
-            raise unsupported(full_name, f"{type(child).__name__} is not supported", _PLAN_APART)
+        if path not in kinds:
+            kinds[path] = _kind_of(full_name, child)
+            configs[path] = {config.name: config for config in kinds[path].configs}
+        kind = kinds[path]
         key = sharder_key(type(child))
         if key not in types:
-            types[key] = {kind: list(sharder.compute_kernels(kind, device)) for kind in sharder.sharding_types(device)}
-        if path not in configs:
-            configs[path] = {config.name: config for config in child.embedding_bag_configs()}
+            offered = list(sharder.sharding_types(device))
+            if kind.unpooled and device == "cpu" and DATA_PARALLEL in offered:
+                offered.remove(DATA_PARALLEL)  # FBGEMM's dense kernel sums over bags there (1.8), whatever it is told
+            types[key] = {type_: list(sharder.compute_kernels(type_, device)) for type_ in offered}
         constraint = constraints.get(name) if constraints else None
-        _check_device(full_name, constraint, device)
-        _check_numbers(full_name, constraint)
+        check_device(full_name, constraint, device)
+        check_numbers(full_name, constraint)
         config = configs[path][name]
-        allowed_types, kernels = _allowed(full_name, constraint, types[key])
-        optimizer = optimizer_of(parameter, fused_params_of(sharder))
-        pooling, input_lengths = _pooling(path, config, constraint, batch_size, table_stats)
+        allowed_types, kernels = allowed_options(full_name, constraint, types[key], kind.processed)
+        if kind.unpooled and set(allowed_types) - {COLUMN_WISE, DATA_PARALLEL}:  # equal shards only: a last resort
+            allowed_types = tuple(type_ for type_ in allowed_types if type_ != COLUMN_WISE)
+        optimizer = optimizer_of(parameter, {**fused_params_of(sharder), **kind.fused_params})
+        pooling, input_lengths = pooling_of(path, config, constraint, batch_size, table_stats)
         tables.append(
             ShardableTable(
                 name=name,
@@ -173,12 +176,13 @@ def collect_tables(
                     embedding_dim=_dim(full_name, config, constraint),
                     pooling_factor=pooling,
                     num_features=max(1, len(config.feature_names)),
-                    weighted=child.is_weighted(),
+                    weighted=kind.weighted,
                     data_type=_data_type(full_name, parameter),
                     optimizer=optimizer.cost_name,
                     access=table_stats.distribution(path, name) if table_stats else None,
                     module=path,
                     id_order=table_stats.id_order(path, name) if table_stats else ID_ORDERS[0],
+                    unpooled=kind.unpooled,
                 ),
                 sharding_types=allowed_types,
                 kernels=kernels,
@@ -187,17 +191,34 @@ def collect_tables(
                 constraints=constraint,
             )
         )
+    _check_even_widths(tables)
     return tuple(tables)
 
 
-def _shardable(
-    module: nn.Module, sharders: Mapping[str, ModuleSharder[nn.Module]]
+def _check_even_widths(tables: Sequence[ShardableTable]) -> None:
+    """Refuses column shards of several widths in one EmbeddingCollection, which fail at run time."""
+    first: dict[str, tuple[str, int]] = {}
+    for entry in tables:
+        width = entry.options("auto").even_width
+        other, other_width = first.setdefault(entry.module_path, (entry.name, width)) if width else ("", width)
+        if width != other_width:
+            raise PlannerError(
+                f"Table {entry.name!r} would be cut into column shards of {width} and table {other!r} into such of "
+                f"{other_width}, but all column-wise tables of an EmbeddingCollection need shards of one width. Give "
+                "them the same min_partition in their ParameterConstraints.",
+                error_type("STRICT_CONSTRAINTS"),
+            )
+
+
+def shardable_tables(
+    module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]
 ) -> Iterator[tuple[str, nn.Module, ModuleSharder[nn.Module], str, torch.Tensor]]:
-    """(module path, module, sharder, table name, weights) of all that the sharders would shard."""
+    """All that the sharders would shard, in the model's order: module path, module, sharder, table name, weights."""
+    by_key = {sharder_key(sharder.module_type): sharder for sharder in sharders}
     stack: list[tuple[str, nn.Module]] = [("", module)]
     while stack:
         path, child = stack.pop()
-        sharder = sharders.get(sharder_key(type(child)))
+        sharder = by_key.get(sharder_key(type(child)))
         if sharder is None:
             stack.extend(
                 (qualified_name(path, name), grandchild) for name, grandchild in reversed(list(child.named_children()))
@@ -207,85 +228,14 @@ def _shardable(
             yield path, child, sharder, name, parameter
 
 
-def _allowed(
-    table: str, constraint: ParameterConstraints | None, offered: Mapping[str, Sequence[str]]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Types, and kernels with a fused optimizer, that the sharder offers and the constraints allow."""
-    wanted_types = constraint.sharding_types if constraint else None
-    wanted_kernels = constraint.compute_kernels if constraint else None
-    left = {
-        kind: [kernel for kernel in kernels if not wanted_kernels or kernel in wanted_kernels]
-        for kind, kernels in offered.items()
-        if not wanted_types or kind in wanted_types
-    }
-    fused = {kind: [kernel for kernel in FUSED_KERNELS if kernel in left[kind]] for kind in left}
-    allowed = [
-        kind
-        for kind in SHARDING_TYPES
-        if (DENSE in left.get(kind, ()) if kind == DATA_PARALLEL else fused.get(kind))
-        and (kind not in _NAMED_ONLY or kind in (wanted_types or ()))
-    ]
-    if COLUMN_WISE in allowed and TABLE_COLUMN_WISE in allowed:
-        allowed.remove(TABLE_COLUMN_WISE)  # the run time serves both by the same code, wherever the shards lie
-    by_fused_types = [fused[kind] for kind in allowed if kind != DATA_PARALLEL]
-    kernels = [kernel for kernel in FUSED_KERNELS if by_fused_types and all(kernel in some for some in by_fused_types)]
-    if allowed and (kernels or not by_fused_types):
-        return tuple(allowed), tuple(kernels)
-    pairs = [f"{kind} with kernel {kernel}" for kind, kernels in left.items() for kernel in kernels]
-    if not pairs:
-        raise PlannerError(
-            f"Table {table!r}: no sharding type and compute kernel is left. The constraints ask for sharding types "
-            f"{wanted_types or 'any'} and kernels {wanted_kernels or 'any'}, the sharder offers {dict(offered)}. "
-            "Relax the constraints or use a sharder that offers them.",
-            error_type("STRICT_CONSTRAINTS"),
-        )
-    raise unsupported(
-        table,
-        f"its constraints leave only {', '.join(pairs)}, which is not supported",
-        "Allow a fused kernel (fused, fused_uvm_caching, fused_uvm), or data_parallel with the dense one, in its "
-        "ParameterConstraints, or plan its module with TorchRec's planner.",
-    )
+def _kind_of(table: str, module: nn.Module) -> ModuleKind:
+    kind = module_kind(module)
+    if kind is None:
+        raise unsupported(table, f"{type(module).__name__} is not supported", _PLAN_APART)
+    return kind
 
 
-def _check_device(table: str, constraint: ParameterConstraints | None, device: str) -> None:
-    group = getattr(constraint, "device_group", None)
-    if group and group != device:
-        raise unsupported(
-            table,
-            f"its constraint device_group={group!r} does not match the topology's compute device {device!r}, so it "
-            "would be left out of the plan and fail at sharding time",
-            f"Remove device_group, or plan the module with a topology for {group!r}.",
-        )
-
-
-def _check_numbers(table: str, constraint: ParameterConstraints | None) -> None:
-    """Refuses numbers that TorchRec would trip over without naming the table."""
-    if constraint is None:
-        return
-    lengths = constraint.pooling_factors
-    if not lengths or not all(math.isfinite(length) and length >= 0 for length in lengths):
-        raise PlannerError(
-            f"Table {table!r}: pooling_factors in its ParameterConstraints must be numbers of at least 0, "
-            f"got {lengths}",
-            error_type("INPUT_VALIDATION"),
-        )
-    for name in ("num_poolings", "batch_sizes"):
-        values = getattr(constraint, name) or lengths
-        if len(values) != len(lengths) or not all(math.isfinite(value) and value >= 0 for value in values):
-            raise PlannerError(
-                f"Table {table!r}: {name} in its ParameterConstraints must be numbers of at least 0, one for each of "
-                f"its {len(lengths)} pooling_factors, got {values}",
-                error_type("INPUT_VALIDATION"),
-            )
-    if constraint.min_partition is not None and constraint.min_partition < 1:
-        raise PlannerError(
-            f"Table {table!r}: min_partition in its ParameterConstraints must be at least 1 column, "
-            f"got {constraint.min_partition}",
-            error_type("INPUT_VALIDATION"),
-        )
-
-
-def _dim(table: str, config: EmbeddingBagConfig, constraint: ParameterConstraints | None) -> int:
+def _dim(table: str, config: BaseEmbeddingConfig, constraint: ParameterConstraints | None) -> int:
     if getattr(config, "use_virtual_table", False) or getattr(constraint, "use_virtual_table", False):
         raise unsupported(table, "virtual tables (use_virtual_table) are not supported", _PLAN_APART)
     if config.embedding_dim % WIDTH_MULTIPLE:
@@ -304,39 +254,3 @@ def _data_type(table: str, parameter: torch.Tensor) -> str:
             table, f"weights of type {parameter.dtype} are not supported (only {known})", "Change its data_type."
         )
     return DATA_TYPES[parameter.dtype]
-
-
-def _pooling(
-    path: str,
-    config: EmbeddingBagConfig,
-    constraint: ParameterConstraints | None,
-    batch_size: int,
-    table_stats: TableStats | None,
-) -> tuple[float, tuple[float, ...]]:
-    """(mean ids per sample over all features, TorchRec's input lengths).
-
-    Measured statistics win over the constraints' pooling factors, and those over one id per feature and sample.
-    """
-    features = max(1, len(config.feature_names))
-    weights = _sample_weights(constraint, batch_size)
-    measured = table_stats.pooling_factor(path, config.name) if table_stats else None
-    if measured is not None:
-        inputs = len(weights) if weights else features
-        per_input = measured / (math.fsum(weights) if weights else features)
-        return measured, (per_input,) * inputs
-    lengths = tuple(float(length) for length in constraint.pooling_factors) if constraint else (1.0,)
-    if weights:
-        return math.fsum(length * weight for length, weight in zip(lengths, weights)), lengths
-    if lengths == (1.0,):  # TorchRec's default, whatever the number of features
-        lengths = (1.0,) * features
-    return math.fsum(lengths), lengths
-
-
-def _sample_weights(constraint: ParameterConstraints | None, batch_size: int) -> list[float]:
-    """[inputs] poolings per sample of the planner's batch, from ``num_poolings`` and ``batch_sizes``; [] without."""
-    if constraint is None or not (constraint.num_poolings or constraint.batch_sizes):
-        return []
-    count = len(constraint.pooling_factors)
-    poolings: Sequence[Any] = constraint.num_poolings or [1.0] * count
-    sizes: Sequence[Any] = constraint.batch_sizes or [batch_size] * count
-    return [float(pooling) * float(size) / batch_size for pooling, size in zip(poolings, sizes)]

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrec.distributed.types import ShardingPlan
 
-from torchrec_neuroshard.adapters.module_tables import DENSE, SHARDING_TYPES, ShardableTable
+from torchrec_neuroshard.adapters.module_tables import ShardableTable
+from torchrec_neuroshard.adapters.table_constraints import DENSE, SHARDING_TYPES
 from torchrec_neuroshard.problem import (
     DATA_PARALLEL,
     EVERYWHERE_TYPES,

@@ -12,7 +12,8 @@ from torchrec.distributed.planner.types import Shard as TorchRecShard
 from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec.distributed.types import CacheParams, ShardingPlan
 
-from torchrec_neuroshard.adapters.module_tables import DENSE, ShardableTable
+from torchrec_neuroshard.adapters.module_tables import ShardableTable
+from torchrec_neuroshard.adapters.table_constraints import DENSE
 from torchrec_neuroshard.problem import (
     COLUMN_WISE,
     DATA_PARALLEL,

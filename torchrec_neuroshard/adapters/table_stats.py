@@ -7,17 +7,17 @@ import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Iterable, Mapping
+from typing import Any, Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_neuroshard.access import ID_ORDERS, AccessDistribution
+from torchrec_neuroshard.adapters.module_kinds import ModuleKind, module_kind
 from torchrec_neuroshard.adapters.names import qualified_name, unique_names
 
 _SCHEMA = 1
@@ -67,14 +67,14 @@ class TableStats:
     def from_batches(
         cls,
         batches: Iterable[KeyedJaggedTensor],
-        module_or_configs: nn.Module | Iterable[EmbeddingBagConfig],
+        module_or_configs: nn.Module | Iterable[BaseEmbeddingConfig],
         max_lookups: int = DEFAULT_MAX_LOOKUPS,
     ) -> TableStats:
         """Measures statistics on sample batches.
 
         Args:
             batches: KeyedJaggedTensors, or batches that hold one as ``sparse_features`` as TorchRec's ``Batch`` does.
-            module_or_configs: the model (its EmbeddingBagCollections are found), or the tables' configs.
+            module_or_configs: the model (its embedding collections are found), or the tables' configs.
             max_lookups: ids kept per table for the access distribution, first come first kept.
 
         Raises:
@@ -86,7 +86,9 @@ class TableStats:
             raise TableStatsError("batches must be a list of KeyedJaggedTensors: give [kjt] for a single one")
         counters = [_Counter(name, config, max_lookups) for name, config in _named_configs(module_or_configs)]
         if not counters:
-            raise TableStatsError("no tables: give a model that holds EmbeddingBagCollections, or their configs")
+            raise TableStatsError(
+                "no tables: give a model that holds EmbeddingBagCollections or EmbeddingCollections, or their configs"
+            )
         samples = 0
         for number, batch in enumerate(batches):
             features: Any = getattr(batch, "sparse_features", batch)
@@ -194,7 +196,7 @@ class TableStats:
 class _Counter:
     """Counts one table's lookups over batches."""
 
-    def __init__(self, name: str, config: EmbeddingBagConfig, max_lookups: int) -> None:
+    def __init__(self, name: str, config: BaseEmbeddingConfig, max_lookups: int) -> None:
         self.name = name
         self.lookups = 0
         self._config = config
@@ -242,16 +244,21 @@ class _Counter:
 
 
 def _named_configs(
-    module_or_configs: nn.Module | Iterable[EmbeddingBagConfig],
-) -> list[tuple[str, EmbeddingBagConfig]]:
+    module_or_configs: nn.Module | Iterable[BaseEmbeddingConfig],
+) -> list[tuple[str, BaseEmbeddingConfig]]:
     """(unique table name, config) of every table."""
     if isinstance(module_or_configs, nn.Module):
-        found = [
-            (path, config)
-            for path, module in module_or_configs.named_modules()
-            if isinstance(module, EmbeddingBagCollection)
-            for config in module.embedding_bag_configs()
-        ]
+        found = [(path, config) for path, kind in _outermost_kinds(module_or_configs) for config in kind.configs]
     else:
         found = [("", config) for config in module_or_configs]
     return list(zip(unique_names([(path, config.name) for path, config in found]), [config for _, config in found]))
+
+
+def _outermost_kinds(model: nn.Module, path: str = "") -> Iterator[tuple[str, ModuleKind]]:
+    """(path, kind) of the embedding modules, not of those inside one: a feature-processed collection has its own."""
+    kind = module_kind(model)
+    if kind is not None:
+        yield path, kind
+        return
+    for name, child in model.named_children():
+        yield from _outermost_kinds(child, qualified_name(path, name))

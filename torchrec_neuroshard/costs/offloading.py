@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torchrec_neuroshard.costs.features import ShardWork
 from torchrec_neuroshard.costs.hardware import HardwareSpec
 from torchrec_neuroshard.costs.host_memory import host_memory_ms, prefetch_launch_ms
-from torchrec_neuroshard.problem import FUSED, UVM_CACHING, Table
+from torchrec_neuroshard.problem import UVM, UVM_CACHING, Table
 
 EXTRAS = 3  # forward and backward ms without the start of a prefetch, and the number of cached shards
 
@@ -38,7 +38,7 @@ class HostMemory:
         """
         result = np.zeros((len(works), EXTRAS))
         for row, table, work in zip(result, tables, works):
-            if table.kernel == FUSED or work.kernel == "dense":
+            if table.kernel not in (UVM, UVM_CACHING) or work.kernel == "dense":
                 continue
             forward, backward = host_memory_ms(self._spec, [work], table.kernel, table.load_factor)
             if table.kernel == UVM_CACHING:

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from torchrec_neuroshard.layout import row_blocks
 from torchrec_neuroshard.problem import (
+    COLUMN_WISE,
+    EVERYWHERE_TYPES,
     GRID_SHARD,
-    HOST_TYPES,
     ROW_WISE,
     TABLE_COLUMN_WISE,
     WIDTH_MULTIPLE,
@@ -33,8 +34,9 @@ def settle(problem: ShardingProblem, kinds: Kinds, weight: Sequence[float]) -> t
     Returns:
         [tables] how each lies. Where a table fits on no host, it overfills one: the capacity left tells.
     """
-    result = [Spread(kind) if kind and kind not in HOST_TYPES else None for kind in kinds]
-    within = sorted((t for t, kind in enumerate(kinds) if kind in HOST_TYPES), key=lambda t: (-weight[t], t))
+    result = [Spread(kind) if kind in EVERYWHERE_TYPES else None for kind in kinds]
+    chosen = [t for t, kind in enumerate(kinds) if kind and kind not in EVERYWHERE_TYPES]
+    within = sorted(chosen, key=lambda t: (-weight[t], t))
     if not within:
         return tuple(result)
     hosts = _Hosts(problem, problem.spread_as(tuple(result)).cluster.capacity)
@@ -66,6 +68,8 @@ class _Hosts:
         """Puts a table on a host; one of columns on several ranks of it, one cut by grid on several hosts."""
         if kind == TABLE_COLUMN_WISE:
             return self._place_columns(table, weight)
+        if kind == COLUMN_WISE:
+            return self._place_evenly(table, weight)
         dim = self._problem.tables[table].embedding_dim
         widths = grid_widths(self._problem, table) if kind == GRID_SHARD else (dim,)
         needed = self._memory(table, Spread(kind, tuple((width, 0) for width in widths)))
@@ -96,6 +100,21 @@ class _Hosts:
             self._load[host, rank] += weight / len(spread.pieces)
         ranks = [host * self._size + rank for rank in order]
         return Spread(TABLE_COLUMN_WISE, tuple((width, rank) for (width, _), rank in zip(spread.pieces, ranks)))
+
+    def _place_evenly(self, table: int, weight: float) -> Spread:
+        """Equal column shards on the ranks with the least weight that have room, on a rank each while there are any."""
+        width = self._problem.options[table].even_width
+        count = self._problem.tables[table].embedding_dim // width
+        needed = self._memory(table, Spread(COLUMN_WISE, ((width, 0),) * count))[0]
+        free, load = self._free.reshape(-1, 2), self._load.reshape(-1)
+        held = np.zeros(len(load), dtype=np.int64)
+        for _ in range(count):
+            rank = int(np.lexsort((load, held, ~(free >= needed).all(axis=1)))[0])
+            free[rank] -= needed
+            load[rank] += weight / count
+            held[rank] += 1
+        ranks = np.repeat(np.arange(len(held)), held).tolist()
+        return Spread(COLUMN_WISE, tuple((width, rank) for rank in ranks))
 
     def _memory(self, table: int, spread: Spread) -> NDArray[np.float64]:
         """[blocks, 2] bytes; hosts are alike."""

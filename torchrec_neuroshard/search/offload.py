@@ -13,6 +13,7 @@ from torchrec_neuroshard.costs.additive_simulator import Objective, simulate
 from torchrec_neuroshard.problem import (
     FUSED,
     FUSED_KERNELS,
+    KEY_VALUE,
     UVM,
     UVM_CACHING,
     InfeasibleError,
@@ -118,6 +119,8 @@ def _offloaded(problem: ShardingProblem, tables: list[int], load_factor: float) 
 def _in_host_memory(problem: ShardingProblem, table: int, load_factor: float) -> tuple[str, float]:
     """The fastest of a table's kernels in host memory; without cache where the load factor is 0 and that is allowed."""
     option = problem.options[table]
+    if KEY_VALUE in option.kernels:
+        return KEY_VALUE, 0.0
     allowed = [kernel for kernel in FUSED_KERNELS if kernel in option.kernels and kernel != FUSED]
     if UVM_CACHING in allowed and (load_factor > 0 or UVM not in allowed or option.load_factor is not None):
         return UVM_CACHING, option.load_factor or load_factor or LOAD_FACTORS[-1]

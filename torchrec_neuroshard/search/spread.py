@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.problem import (
+    COLUMN_WISE,
     DATA_PARALLEL,
     GRID_SHARD,
     ROW_TYPES,
@@ -42,7 +43,7 @@ _PATIENCE = 8  # trials of single tables in a row that find nothing
 _WORTHWHILE = 1e-3  # relative gain of a table spread
 
 # Of what a table may be when it must be spread, the first that fits is taken.
-_REQUIRED_ORDER = (ROW_WISE, TABLE_ROW_WISE, GRID_SHARD, TABLE_COLUMN_WISE, DATA_PARALLEL)
+_REQUIRED_ORDER = (ROW_WISE, TABLE_ROW_WISE, GRID_SHARD, TABLE_COLUMN_WISE, COLUMN_WISE, DATA_PARALLEL)
 
 
 def choose_spread(
