@@ -35,6 +35,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_neuroshard.adapters import compat
+from torchrec_neuroshard.adapters.delegation import delegate, delegated_modules
 from torchrec_neuroshard.adapters.errors import (
     UnsupportedArgumentError,
     as_planner_error,
@@ -46,7 +47,7 @@ from torchrec_neuroshard.adapters.module_tables import COLUMN_SPLITS, ShardableT
 from torchrec_neuroshard.adapters.plan_estimates import set_estimates
 from torchrec_neuroshard.adapters.sharding_plan import one_shard_per_rank, sharding_options
 from torchrec_neuroshard.adapters.split_search import SplitSearch
-from torchrec_neuroshard.adapters.storage import ShardStorage, reserved_capacity
+from torchrec_neuroshard.adapters.storage import ShardStorage, capacity_of, reserved_topology
 from torchrec_neuroshard.adapters.table_stats import TableStats
 from torchrec_neuroshard.adapters.topology import DetectedMachine, planning_cluster
 from torchrec_neuroshard.adapters.torchrec_costs import NAME as TORCHREC_COSTS
@@ -269,15 +270,26 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         tables = collect_tables(
             module, sharders, self._constraints, topology.compute_device, self._batch_size, self._table_stats
         )
-        if not tables:
+        if not tables and not delegated_modules(module, sharders):
             return ShardingPlan({})
         notes = self._preliminary_notes()
-        unknown = sorted(set(self._constraints or {}) - {entry.name for entry in tables})
-        if unknown:
-            self._warn(notes, f"Constraints for tables that the model does not have are ignored: {', '.join(unknown)}")
-        capacity = reserved_capacity(
+        left = reserved_topology(
             self._storage_reservation, topology, self._batch_size, module, sharders, self._constraints
         )
+        enumerator = None if self._owns_enumerator else self._enumerator
+        delegated = delegate(
+            module, sharders, left, self._batch_size, self._constraints, enumerator, self._search.timeout_seconds
+        )
+        for sentence in delegated.sentences:
+            self._warn(notes, sentence)
+        known = {entry.name for entry in tables} | {option.name for option in delegated.options}
+        unknown = sorted(set(self._constraints or {}) - known)
+        if unknown:
+            self._warn(notes, f"Constraints for tables that the model does not have are ignored: {', '.join(unknown)}")
+        if not tables:
+            self._best_plan = delegated.options
+            return delegated.plan
+        capacity = np.maximum(capacity_of(left) - delegated.memory_bytes, 0.0)
         cluster = planning_cluster(topology, capacity, self._hardware_name(), self._pipeline)
         maps = compat.sharder_maps(sharders)
         objective = self._objective(tables, cluster, maps, notes)
@@ -285,7 +297,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         gathered = perf_counter() - begun
         search = SplitSearch(
             tables, cluster, self._batch_size, storage, objective, self._column_split, self._search,
-            lambda: self._seconds_left(begun, gathered),
+            lambda: self._seconds_left(begun, gathered), delegated.rank_ms if delegated.modules else None,
         )  # fmt: skip
         try:
             problem, result = search.find(lambda message: self._warn(notes, message), notes.append)
@@ -306,6 +318,8 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         if self._callbacks:
             notes.append("Callbacks may have changed the plan; this report is of the plan before them.")
         plan = to_sharding_plan(options, topology)
+        plan.plan.update(delegated.plan.plan)
+        options = [*options, *delegated.options]
         notes += [*spread_reasons(simulator, placement, cost), *host_memory_reasons(problem)]
         if self._search.prove_bound and result.lower_bound_ms is None:
             self._warn(
@@ -321,10 +335,10 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         self._best_plan = options
         self.report = PlanReport(
             tables=problem.tables,
-            cluster=cluster,
+            cluster=dataclasses.replace(cluster, capacity=capacity_of(left)),
             batch_size=self._batch_size,
             placement=placement,
-            memory_bytes=_memory_bytes(problem, placement),
+            memory_bytes=_memory_bytes(problem, placement) + delegated.memory_bytes,
             cost=cost,
             cost_model={
                 "name": objective.name,
@@ -336,6 +350,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
             uncertainty=uncertainty,
             lower_bound_ms=result.lower_bound_ms,
             search_log=result.log,
+            delegated=delegated.modules,
             notes=tuple(notes),
         )
         self._log_stats(plan, options, sharders, perf_counter() - begun)

@@ -226,6 +226,7 @@ class ShardingProblem:
         batch_size: samples per rank.
         memory: bytes of a shard.
         spread: [tables] how those tables lie that are not to be placed, None for others; () for none.
+        occupied_ms: [ranks, 2] forward and backward that ranks spend on what is not planned here; None for nothing.
     """
 
     tables: tuple[Table, ...]
@@ -234,6 +235,7 @@ class ShardingProblem:
     batch_size: int
     memory: ShardMemory
     spread: tuple[Spread | None, ...] = ()
+    occupied_ms: NDArray[np.float64] | None = None
     _memory_cache: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec_neuroshard.access import ID_ORDERS
 from torchrec_neuroshard.adapters.compat import error_type, fused_params_of, sharder_key
 from torchrec_neuroshard.adapters.errors import unsupported
-from torchrec_neuroshard.adapters.module_kinds import ModuleKind, module_kind
+from torchrec_neuroshard.adapters.module_kinds import ModuleKind, delegation_reason, module_kind
 from torchrec_neuroshard.adapters.names import qualified_name, unique_names
 from torchrec_neuroshard.adapters.optimizers import FusedOptimizer, optimizer_of
 from torchrec_neuroshard.adapters.table_constraints import allowed_options, check_device, check_numbers, pooling_of
@@ -123,7 +123,7 @@ def collect_tables(
     batch_size: int,
     table_stats: TableStats | None = None,
 ) -> tuple[ShardableTable, ...]:
-    """Collects every table that the sharders would shard, in the model's order.
+    """Collects the tables that the sharders would shard, in the model's order, but those left to TorchRec's planner.
 
     Args:
         module: the model.
@@ -136,7 +136,7 @@ def collect_tables(
     Raises:
         PlannerError: a table needs something that this version does not plan, or constraints leave nothing.
     """
-    found = list(shardable_tables(module, sharders))
+    found = [entry for entry in shardable_tables(module, sharders) if delegation_reason(entry[1]) is None]
     names = unique_names([(path, name) for path, _, _, name, _ in found])
     types: dict[str, dict[str, list[str]]] = {}
     kinds: dict[str, ModuleKind] = {}

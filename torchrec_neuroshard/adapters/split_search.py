@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from torchrec_neuroshard.adapters.module_tables import ShardableTable
 from torchrec_neuroshard.adapters.storage import ShardStorage
 from torchrec_neuroshard.costs.additive_simulator import Objective, simulate
@@ -33,6 +36,7 @@ class SplitSearch:
         column_split: one of ``module_tables.COLUMN_SPLITS``.
         config: of the search.
         seconds_left: time left for the whole of it; None without a limit.
+        occupied_ms: [ranks, 2] forward and backward of what is not planned here.
     """
 
     tables: tuple[ShardableTable, ...]
@@ -43,6 +47,7 @@ class SplitSearch:
     column_split: str
     config: SearchConfig
     seconds_left: Callable[[], float | None]
+    occupied_ms: NDArray[np.float64] | None = None
 
     def find(self, warn: Callable[[str], None], note: Callable[[str], None]) -> tuple[ShardingProblem, SearchResult]:
         """Returns the problem that was solved, and its solution.
@@ -103,4 +108,5 @@ class SplitSearch:
             cluster=self.cluster,
             batch_size=self.batch_size,
             memory=self.storage,
+            occupied_ms=self.occupied_ms,
         )

@@ -152,26 +152,30 @@ def _cache_widths(tables: Sequence[ShardableTable]) -> list[int]:
     return [widest[key] for key in keys]
 
 
-def reserved_capacity(
+def reserved_topology(
     reservation: StorageReservation,
     topology: Topology,
     batch_size: int,
     module: nn.Module,
     sharders: list[ModuleSharder[nn.Module]],
     constraints: dict[str, ParameterConstraints] | None,
-) -> NDArray[np.float64]:
-    """[ranks, 2] bytes of HBM and DDR that shards may use after the storage reservation; the topology is not touched.
+) -> Topology:
+    """A copy of the topology with what the storage reservation leaves for shards.
 
     Raises:
         PlannerError: the reservation alone exceeds the memory.
     """
-    reserved = reservation.reserve(
+    return reservation.reserve(
         topology=copy.deepcopy(topology),
         batch_size=batch_size,
         module=module,
         sharders=sharders,
         constraints=constraints,
     )
+
+
+def capacity_of(topology: Topology) -> NDArray[np.float64]:
+    """[ranks, 2] bytes of HBM and DDR of a topology's devices."""
     return np.asarray(
-        [[max(0, device.storage.hbm), max(0, device.storage.ddr)] for device in reserved.devices], dtype=np.float64
+        [[max(0, device.storage.hbm), max(0, device.storage.ddr)] for device in topology.devices], dtype=np.float64
     )

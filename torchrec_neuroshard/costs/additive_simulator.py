@@ -83,6 +83,10 @@ class AdditiveSimulator(PlanSimulator):
         return self._costs(pairs)
 
     @property
+    def _added_ms(self) -> slice:
+        return slice(0, 2)
+
+    @property
     def _spread_collectives(self) -> None:
         """Theirs are part of the costs."""
 

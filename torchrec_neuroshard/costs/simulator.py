@@ -129,7 +129,7 @@ class PlanSimulator:
         cluster = problem.cluster
         self._collectives = model.collectives.on_links(cluster.intra_host_gbps, cluster.inter_host_gbps)
         self._host_memory: HostMemory | None = None
-        if any(table.kernel != FUSED for table in problem.tables):
+        if problem.occupied_ms is not None or any(table.kernel != FUSED for table in problem.tables):
             self._host_memory = HostMemory(hardware_spec(cluster.hardware, cluster.device))
         self._start(problem, model.groups.z_dim + (EXTRAS if self._host_memory else 0))
 
@@ -166,7 +166,14 @@ class PlanSimulator:
         """What the tables that lie on all ranks put there."""
         if self._background is None:
             self._background = Background.of(self.problem, self.z.shape[1], self._spread_z, self._spread_collectives)
+            if self.problem.occupied_ms is not None:  # in the first group's sums, where it adds to any other cost
+                self._background.sums[:, 0, self._added_ms] += self.problem.occupied_ms
         return self._background
+
+    @property
+    def _added_ms(self) -> slice:
+        """Where sums have forward and backward ms that are added as they are."""
+        return slice(-EXTRAS, -EXTRAS + 2)
 
     @property
     def _spread_collectives(self) -> CollectiveModel | None:

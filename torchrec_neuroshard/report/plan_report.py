@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,8 @@ class PlanReport:
         lower_bound_ms: what every plan costs at least by the same costs, where that was proved.
         search_log: one record per step of the search.
         notes: what the user should know: assumptions made, defaults taken, warnings.
+        delegated: module path -> (kind, number of tables, reason) of modules whose tables TorchRec's planner placed;
+            their memory and time are counted above, their tables are not listed.
     """
 
     tables: tuple[Table, ...]
@@ -53,6 +55,7 @@ class PlanReport:
     lower_bound_ms: float | None = None
     search_log: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
+    delegated: Mapping[str, tuple[str, int, str]] = field(default_factory=dict)
 
     def tables_json(self) -> dict[str, Any]:
         """The plan itself: table -> sharding type, kernel and shards in column order."""
@@ -107,6 +110,10 @@ class PlanReport:
             "memory_bytes_per_rank": [{"hbm": int(hbm), "ddr": int(ddr)} for hbm, ddr in self.memory_bytes],
             "capacity_bytes_per_rank": [{"hbm": int(hbm), "ddr": int(ddr)} for hbm, ddr in cluster.capacity],
             "tables": self.tables_json(),
+            "delegated": {
+                path: {"kind": kind, "tables": tables, "reason": reason}
+                for path, (kind, tables, reason) in self.delegated.items()
+            },
             "search_log": list(self.search_log),
             "notes": list(self.notes),
         }
