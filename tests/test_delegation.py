@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 from planner_models import ANALYTIC, bag_collection, bag_config, cpu_topology
-from test_planner_distributed import LOCAL_BATCH, SGD, columns_of, random_batch
+from test_planner_distributed import LOCAL_BATCH, SGD, columns_of, random_batch, state_error
 from torch import nn
 from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -50,12 +50,13 @@ class Mixed(nn.Module):
 def mixed_worker(rank: int) -> dict[str, Any]:
     torch.manual_seed(3)
     reference, model = Mixed("cpu"), Mixed("cpu")
-    model.load_state_dict(reference.state_dict())
     sharders: list[Any] = [EmbeddingBagCollectionSharder(fused_params=SGD), EmbeddingBagSharder(fused_params=SGD)]
     replicated = {"weight": ParameterConstraints(sharding_types=["data_parallel"])}
     planner = NeuroShardPlanner(cpu_topology(2), LOCAL_BATCH, replicated, cost_model=ANALYTIC)
     plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
     sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    with torch.no_grad():
+        state_error(sharded, reference.state_dict(), copy=True)
     batch = random_batch(rank, {"a": 60, "b": 50})
     ids = random_batch(rank, {"single": 40})
     inputs = batch, ids.values(), ids.offsets()

@@ -318,8 +318,9 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         if self._callbacks:
             notes.append("Callbacks may have changed the plan; this report is of the plan before them.")
         plan = to_sharding_plan(options, topology)
-        plan.plan.update(delegated.plan.plan)
-        options = [*options, *delegated.options]
+        if delegated.modules:
+            plan.plan.update(delegated.plan.plan)
+            options = [*options, *delegated.options]
         notes += [*spread_reasons(simulator, placement, cost), *host_memory_reasons(problem)]
         if self._search.prove_bound and result.lower_bound_ms is None:
             self._warn(
