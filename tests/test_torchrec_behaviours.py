@@ -15,8 +15,10 @@ import torch.distributed as dist
 from planner_models import bag_collection, bag_config, bag_sharders, plan_json
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.planner import planners as torchrec_planners
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.planners import EmbeddingPlannerBase, EmbeddingShardingPlanner
@@ -34,6 +36,13 @@ from torchrec.distributed.test_utils.test_model import TestSparseNN as SparseMod
 from torchrec.distributed.types import BoundsCheckMode, CacheAlgorithm, CacheParams, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_tower import EmbeddingTower
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 
 from torchrec_neuroshard import NeuroShardPlanner
 from torchrec_neuroshard.adapters.errors import UnsupportedArgumentError
@@ -180,24 +189,40 @@ def test_components_that_the_search_replaces_are_refused_with_a_remedy(argument:
         planner(**{argument: object()})
 
 
+def test_virtual_tables_are_refused_by_name() -> None:
+    config = EmbeddingConfig(
+        name="t",
+        num_embeddings=1_125_899_902_955_520,
+        embedding_dim=64,
+        feature_names=["f"],
+        use_virtual_table=True,
+        total_num_buckets=3_991_680,
+    )
+    model = SparseModel(tables=[config], sparse_device=torch.device("meta"))
+    with pytest.raises(PlannerError, match="'sparse.ec.t'.*virtual"):
+        planner().plan(module=model, sharders=[EmbeddingCollectionSharder()])
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("module_type", "sharder"),
     [
-        EmbeddingConfig(name="t", num_embeddings=100, embedding_dim=64, feature_names=["f"]),
-        EmbeddingConfig(
-            name="t",
-            num_embeddings=1_125_899_902_955_520,
-            embedding_dim=64,
-            feature_names=["f"],
-            use_virtual_table=True,
-            total_num_buckets=3_991_680,
-        ),
+        (EmbeddingTower, EmbeddingTowerSharder()),
+        (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingBagCollectionSharder()),
     ],
 )
-def test_sequence_and_virtual_tables_are_refused_by_name(config: EmbeddingConfig) -> None:
-    model = SparseModel(tables=[config], sparse_device=torch.device("meta"))
-    with pytest.raises(PlannerError, match="'sparse.ec.t'"):
-        planner().plan(module=model, sharders=[EmbeddingCollectionSharder()])
+def test_modules_left_to_torchrecs_planner_are_named_with_the_remedy(module_type: type, sharder: Any) -> None:
+    bags = bag_collection(*bag_configs(1))
+    module: nn.Module
+    if module_type is EmbeddingTower:
+        module = EmbeddingTower(bags, nn.Linear(64, 4))
+    else:
+        eviction = DistanceLFU_EvictionPolicy()
+        collision = MCHManagedCollisionModule(100, torch.device("meta"), eviction, eviction_interval=2)
+        module = ManagedCollisionEmbeddingBagCollection(
+            bags, ManagedCollisionCollection({"table_0": collision}, bags.embedding_bag_configs())
+        )
+    with pytest.raises(PlannerError, match=rf"'inner.table_0'.*{module_type.__name__}.*TorchRec's planner"):
+        planner().plan(module=nn.ModuleDict({"inner": module}), sharders=[sharder])
 
 
 def test_plans_pass_torchrecs_validators() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from parity import AllTypesSharder
@@ -30,7 +31,7 @@ from torchrec_neuroshard import NeuroShardPlanner
 from torchrec_neuroshard.adapters import compat
 from torchrec_neuroshard.adapters.module_tables import collect_tables
 from torchrec_neuroshard.adapters.storage import ShardStorage
-from torchrec_neuroshard.problem import DATA_PARALLEL, ROW_WISE
+from torchrec_neuroshard.problem import DATA_PARALLEL, ROW_WISE, Cluster, Spread
 
 
 def planner(**arguments: Any) -> NeuroShardPlanner:
@@ -102,16 +103,17 @@ def test_storage_of_tables_on_all_ranks_is_torchrecs_and_the_state_it_overlooks(
         sharders: list[Any] = [AllTypesSharder(fused_params=fused_params)]
         tables = collect_tables(model, sharders, constraints, device, 64)
         enumerator = EmbeddingEnumerator(topology, 64, constraints)
-        return ShardStorage(tables, enumerator, compat.sharder_maps(sharders), 64, device, ranks)
+        cluster = Cluster(ranks, ranks, device, np.full((ranks, 2), np.inf))
+        return ShardStorage(tables, enumerator, compat.sharder_maps(sharders), 64, cluster)
 
     plain, adam = storage(None), storage({"optimizer": EmbOptimType.ADAM})
     theirs = EmbeddingEnumerator(topology, 64, constraints).enumerate(model, [AllTypesSharder()])
     assert {option.sharding_type for option in theirs} == set(types)
     where = 1 if device == "cpu" else 0
     for option in theirs:
-        ours = plain.spread(0, option.sharding_type)
+        ours = plain.spread(0, Spread(option.sharding_type))
         assert ours.tolist() == [[shard.storage.hbm, shard.storage.ddr] for shard in option.shards]  # type: ignore[union-attr]
-        overlooked = (adam.spread(0, option.sharding_type) - ours)[:, where].tolist()
+        overlooked = (adam.spread(0, Spread(option.sharding_type)) - ours)[:, where].tolist()
         if option.sharding_type == ROW_WISE:  # two states for each weight of the rank's block
             assert overlooked == [2 * 4 * dim * shard.size[0] for shard in option.shards]
         else:  # the replicas' optimizer is not the fused one
