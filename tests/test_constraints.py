@@ -15,6 +15,7 @@ from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbeddingB
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     PlannerError,
@@ -75,7 +76,7 @@ HONOURED: dict[str, dict[str, Any]] = {
 # By field, constraints that no plan of ours can honour, and a word of the message.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sharding_types": ({"sharding_types": ["none_such"]}, "none_such"),
-    "compute_kernels": ({"compute_kernels": ["quant"]}, "quant"),
+    "compute_kernels": ({"compute_kernels": ["fused_triton"]}, "fused_triton"),
     "min_partition": ({"min_partition": 0}, "min_partition"),
     "pooling_factors": ({"pooling_factors": []}, "pooling_factors"),
     "num_poolings": ({"num_poolings": [1.0, 2.0]}, "num_poolings"),
@@ -200,6 +201,7 @@ def test_min_partition_bounds_column_shards() -> None:
         cpu_topology(4, 3),  # MiB: 4.9 of table "t"
         BATCH,
         {"t": ParameterConstraints(min_partition=128)},
+        FixedPercentageStorageReservation(percentage=0.0),
         cost_model=ANALYTIC,
         stats=[],
     )

@@ -354,8 +354,9 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
             delegated=delegated.modules,
             notes=tuple(notes),
         )
-        self._log_stats(plan, options, sharders, perf_counter() - begun)
+        # First: TorchRec's stats trip over a rank that a callback made up, without saying so.
         compat.validate_plan(plan, options, module, sharders, topology)
+        self._log_stats(plan, options, sharders, perf_counter() - begun)
         return plan
 
     def get_selected_options(self) -> list[ShardingOption]:

@@ -11,6 +11,10 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.shard_estimators import _get_optimizer_multipler as torchrec_optimizer_multiplier
+from torchrec.distributed.planner.storage_reservations import (
+    FixedPercentageStorageReservation,
+    HeuristicalStorageReservation,
+)
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -24,6 +28,8 @@ from torchrec_neuroshard.adapters.compat import estimate
 from torchrec_neuroshard.adapters.module_tables import ShardableTable
 from torchrec_neuroshard.adapters.sharding_plan import option_of_widths, spread_option
 from torchrec_neuroshard.problem import DATA_PARALLEL, FUSED, UVM_CACHING, Cluster, Spread
+
+_PERCENTAGE_RESERVATIONS = (FixedPercentageStorageReservation, HeuristicalStorageReservation)
 
 
 class ShardStorage:
@@ -162,11 +168,18 @@ def reserved_topology(
 ) -> Topology:
     """A copy of the topology with what the storage reservation leaves for shards.
 
+    On a CPU topology the percentage of TorchRec's own reservations is taken off DDR, which they leave alone.
+
     Raises:
         PlannerError: the reservation alone exceeds the memory.
     """
+    available = copy.deepcopy(topology)
+    if topology.compute_device == "cpu" and type(reservation) in _PERCENTAGE_RESERVATIONS:
+        # They take their share off HBM alone, which a CPU has none of; a subclass may know better.
+        for device in available.devices:
+            device.storage.ddr = int((1 - reservation._percentage) * device.storage.ddr)
     return reservation.reserve(
-        topology=copy.deepcopy(topology),
+        topology=available,
         batch_size=batch_size,
         module=module,
         sharders=sharders,
