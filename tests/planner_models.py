@@ -62,7 +62,7 @@ def plan_json(plan: ShardingPlan) -> dict[str, Any]:
                 "ranks": entry.ranks,
                 "shards": [
                     (list(shard.shard_offsets), list(shard.shard_sizes), str(shard.placement))
-                    for shard in entry.sharding_spec.shards
+                    for shard in (entry.sharding_spec.shards if entry.sharding_spec else ())
                 ],
             }
             for name, entry in module_plan.items()

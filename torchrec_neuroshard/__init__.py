@@ -13,17 +13,19 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.adapters.table_stats import TableStats
     from torchrec_neuroshard.costs.model import CostModel
     from torchrec_neuroshard.estimator import NeuroShardPerfEstimator
+    from torchrec_neuroshard.perf_model import NeuroShardPerfModel
     from torchrec_neuroshard.planner import NeuroShardPlanner
 
-__all__ = ["CostModel", "NeuroShardPerfEstimator", "NeuroShardPlanner", "TableStats"]
+__all__ = ["CostModel", "NeuroShardPerfEstimator", "NeuroShardPerfModel", "NeuroShardPlanner", "TableStats"]
 
 _HOMES = {
     "CostModel": "torchrec_neuroshard.costs.model",
     "NeuroShardPerfEstimator": "torchrec_neuroshard.estimator",
+    "NeuroShardPerfModel": "torchrec_neuroshard.perf_model",
     "NeuroShardPlanner": "torchrec_neuroshard.planner",
     "TableStats": "torchrec_neuroshard.adapters.table_stats",
 }
-_NEEDS_TORCHREC = {"NeuroShardPerfEstimator", "NeuroShardPlanner", "TableStats"}
+_NEEDS_TORCHREC = {"NeuroShardPerfEstimator", "NeuroShardPerfModel", "NeuroShardPlanner", "TableStats"}
 
 
 def __getattr__(name: str) -> Any:

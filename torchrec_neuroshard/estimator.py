@@ -18,41 +18,40 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from torchrec_neuroshard.access import ID_ORDERS
 from torchrec_neuroshard.adapters import compat
-from torchrec_neuroshard.adapters.module_tables import DATA_TYPES
-from torchrec_neuroshard.adapters.optimizers import optimizer_by_name, optimizer_of
+from torchrec_neuroshard.adapters.optimizers import optimizer_by_name
+from torchrec_neuroshard.adapters.option_tables import OptionTables
+from torchrec_neuroshard.adapters.plan_placement import NoMemory
 from torchrec_neuroshard.adapters.table_stats import TableStats
 from torchrec_neuroshard.adapters.topology import planning_cluster
 from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.costs.registry import resolve_cost_model
 from torchrec_neuroshard.costs.simulator import PlanSimulator, ShardCost
 from torchrec_neuroshard.problem import (
-    COLUMN_WISE,
+    COLUMN_TYPES,
     FUSED,
+    TABLE_COLUMN_WISE,
     TABLE_WISE,
     WIDTH_MULTIPLE,
     Pipeline,
     ShardingProblem,
+    Spread,
     Table,
     TableOptions,
 )
 
 logger = logging.getLogger(__name__)
 
-# TWCW runs the same code as CW.
-_PRICED_TYPES = (TABLE_WISE, COLUMN_WISE, "table_column_wise")
-
 
 class NeuroShardPerfEstimator(ShardEstimator):
     """Predicts a shard's forward, backward and communication, alone on its rank, as TorchRec's ``Perf`` in ms.
 
-    TorchRec's planners add costs up, so fusion is lost on them; :class:`NeuroShardPlanner` knows it. Table-wise and
-    column-wise shards of the fused kernel are predicted. For anything else (other sharding types and kernels,
-    EmbeddingCollection) the table's own table-wise prediction is scaled by the ratio that TorchRec's formula sees
-    between the two, so that all options stay on one scale; this is said once.
+    TorchRec's planners add costs up, so fusion is lost on them; :class:`NeuroShardPlanner` knows it, and
+    :class:`NeuroShardPerfModel` rates their plans with it. All sharding types of the fused kernels (in device or host
+    memory) and data-parallel tables are predicted, of EmbeddingBagCollections and EmbeddingCollections. For anything
+    else (other kernels, data types and modules) the table's own table-wise prediction is scaled by the ratio that
+    TorchRec's formula sees between the two, so that all options stay on one scale; this is said once.
 
     Args:
         topology: the machines.
@@ -78,11 +77,9 @@ class NeuroShardPerfEstimator(ShardEstimator):
         optimizer: str | None = None,
         hardware: str | None = None,
     ) -> None:
-        self._constraints = constraints
-        self._table_stats = table_stats
-        self._optimizer = optimizer_by_name(optimizer or "sgd")
         unlimited = np.full((topology.world_size, 2), np.inf)
         self._cluster = planning_cluster(topology, unlimited, hardware, Pipeline.SPARSE_DIST)
+        self._read = OptionTables(self._cluster, constraints, table_stats, optimizer_by_name(optimizer or "sgd"))
         self._cost_model = resolve_cost_model(cost_model, self._cluster.device, self._cluster.hardware)
         self._formula = EmbeddingPerfEstimator(topology=topology, constraints=constraints)
         self._scaled: set[str] = set()
@@ -110,90 +107,65 @@ class NeuroShardPerfEstimator(ShardEstimator):
     def _estimate(
         self, options: list[ShardingOption], batch_size: int, sharders: Mapping[str, Any], maps: dict[str, Any]
     ) -> None:
-        """Sets the perf of options of one batch size, predicting each distinct (table, width) once."""
-        tables: dict[str, Table] = {}
-        for option in options:
-            if option.fqn not in tables:
+        """Sets the perf of options of one batch size, predicting each distinct shard once."""
+        tables: dict[tuple[Any, ...], Table] = {}
+        keys = [self._read.key(option) for option in options]
+        for key, option in zip(keys, options):
+            if key not in tables:
                 fused_params = compat.fused_params_of(sharders.get(option.module_type_key))
-                tables[option.fqn] = self._table(option, fused_params)
+                tables[key] = self._read.table(option, fused_params)
         simulator = self._simulator(tuple(tables.values()), batch_size)
-        index = {fqn: position for position, fqn in enumerate(tables)}
-        wanted = dict.fromkeys((index[option.fqn], width) for option in options for width in self._widths(option))
-        simulator.kinds(wanted)  # all at once: one pass through the networks
-        perfs = {(table, width): _to_perf(simulator.shard_cost(table, width)) for table, width in wanted}
-        for option in options:
-            table = index[option.fqn]
-            if self._is_priced(option):
-                for shard, width in zip(option.shards, self._widths(option)):
-                    shard.perf = copy.copy(perfs[table, width])
+        position = {key: number for number, key in enumerate(tables)}
+        of_option = [position[key] for key in keys]
+        simulator.kinds(  # all at once: one pass through the networks
+            dict.fromkeys((table, width) for option, table in zip(options, of_option) for width in self._widths(option))
+        )
+        spread_costs: dict[tuple[int, Spread], tuple[ShardCost, ...]] = {}
+        for option, table in zip(options, of_option):
+            if not self._read.covers(option):
+                self._scale(option, _to_perf(simulator.shard_cost(table, option.tensor.shape[1])), maps)
+                continue
+            spread = self._placed_spread(option)
+            if spread is None:
+                costs = tuple(simulator.shard_cost(table, width) for width in self._widths(option))
             else:
-                self._scale(option, perfs[table, option.tensor.shape[1]], maps)
+                if (table, spread) not in spread_costs:
+                    spread_costs[table, spread] = simulator.spread_cost(table, spread)
+                costs = spread_costs[table, spread]
+            for shard, cost in zip(option.shards, costs):
+                shard.perf = _to_perf(cost)
+
+    def _placed_spread(self, option: ShardingOption) -> Spread | None:
+        """How an option lies whose shards share collectives; the shards of others are predicted one by one."""
+        # TWCW runs the same code as CW, wherever its shards lie.
+        return None if option.sharding_type == TABLE_COLUMN_WISE else self._read.spread(option)
 
     def _widths(self, option: ShardingOption) -> list[int]:
-        """Widths to predict for an option: its shards', or the whole table's when it can only be scaled."""
-        if self._is_priced(option):
-            return [int(shard.size[1]) for shard in option.shards]
-        return [int(option.tensor.shape[1])]
-
-    def _is_priced(self, option: ShardingOption) -> bool:
-        return (
-            option.sharding_type in _PRICED_TYPES
-            and option.compute_kernel == FUSED
-            and option.is_pooled
-            and option.tensor.dtype in DATA_TYPES
-        )
+        """Widths of column shards to predict: the option's, or the whole table's when it can only be scaled."""
+        if not self._read.covers(option):
+            return [int(option.tensor.shape[1])]
+        if self._placed_spread(option) is not None:
+            return []
+        return [int(shard.size[1]) for shard in option.shards]
 
     def _simulator(self, tables: tuple[Table, ...], batch_size: int) -> PlanSimulator:
         allowed = tuple(
-            TableOptions((TABLE_WISE, COLUMN_WISE), min(table.embedding_dim, WIDTH_MULTIPLE)) for table in tables
+            TableOptions(COLUMN_TYPES, min(table.embedding_dim, WIDTH_MULTIPLE), (table.kernel,)) for table in tables
         )
-        problem = ShardingProblem(tables, allowed, self._cluster, batch_size, _no_memory)
+        problem = ShardingProblem(tables, allowed, self._cluster, batch_size, NoMemory())
         return PlanSimulator(problem, self._cost_model)
-
-    def _table(self, option: ShardingOption, fused_params: Mapping[str, Any]) -> Table:
-        rows, dim = option.tensor.shape
-        path, name = option.path, option.name
-        features = len(option.input_lengths)
-        if isinstance(option.module[1], EmbeddingBagCollection):
-            configs = option.module[1].embedding_bag_configs()
-            features = next((len(config.feature_names) for config in configs if config.name == name), features)
-        poolings = option.num_poolings or self._constraint(name, "num_poolings") or [1.0] * len(option.input_lengths)
-        pooling = float(sum(length * count for length, count in zip(option.input_lengths, poolings)))
-        if list(option.input_lengths) == [1.0]:  # TorchRec's default, whatever the number of features
-            pooling = float(features)
-        access, id_order = None, ID_ORDERS[0]
-        if self._table_stats is not None:
-            measured = self._table_stats.pooling_factor(path, name)
-            pooling = pooling if measured is None else measured
-            access = self._table_stats.distribution(path, name)
-            id_order = self._table_stats.id_order(path, name)
-        return Table(
-            name=option.fqn,
-            num_embeddings=rows,
-            embedding_dim=dim,
-            pooling_factor=pooling,
-            num_features=features,
-            weighted=bool(option.is_weighted),
-            data_type=DATA_TYPES.get(option.tensor.dtype, "fp32"),
-            optimizer=optimizer_of(option.tensor, fused_params, self._optimizer).cost_name,
-            access=access,
-            module=path,
-            id_order=id_order,
-        )
-
-    def _constraint(self, table: str, field: str) -> Any:
-        constraint = self._constraints.get(table) if self._constraints else None
-        return getattr(constraint, field, None)
 
     def _scale(self, option: ShardingOption, whole: Perf, maps: dict[str, Any]) -> None:
         """Prices an option nobody measured: the whole table's prediction times TorchRec's ratio of the two."""
-        kind = f"{option.sharding_type} with kernel {option.compute_kernel}"
+        module = type(option.module[1]).__name__
+        dtype = str(option.tensor.dtype).removeprefix("torch.")
+        kind = f"{option.sharding_type} {dtype} tables of {module} with kernel {option.compute_kernel}"
         if kind not in self._scaled:
             self._scaled.add(kind)
             logger.warning(
                 "No measured costs for %s: estimated from the table-wise prediction by the ratio of TorchRec's "
-                "formula. Restrict ParameterConstraints to table_wise and column_wise with the fused kernel to "
-                "avoid it.",
+                "formula. Restrict ParameterConstraints to the kernels fused, fused_uvm, fused_uvm_caching and dense "
+                "to avoid it.",
                 kind,
             )
         reference = copy.deepcopy(option)
@@ -224,7 +196,3 @@ def _to_perf(cost: ShardCost) -> Perf:
 
 def _ratio(value: float, base: float, anchor: float) -> float:
     return anchor * value / base if base > 0 else value
-
-
-def _no_memory(table: int, width: int) -> tuple[float, float]:
-    return 0.0, 0.0

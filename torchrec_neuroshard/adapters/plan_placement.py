@@ -26,7 +26,7 @@ from torchrec_neuroshard.problem import (
     TableOptions,
 )
 
-_LOAD_FACTOR = 0.2  # FBGEMM's, where a plan does not say
+DEFAULT_LOAD_FACTOR = 0.2  # FBGEMM's, where a plan does not say
 
 
 class UnsimulatedPlanError(ValueError):
@@ -59,39 +59,49 @@ def simulated_problem(
                 f"table {entry.name!r} is {kind} with kernel {kernel}, which the cost models do not cover yet"
             )
         types.append(kind)
-        load_factor = (sharding.cache_params and sharding.cache_params.load_factor) or _LOAD_FACTOR
+        load_factor = (sharding.cache_params and sharding.cache_params.load_factor) or DEFAULT_LOAD_FACTOR
         kernels.append((kernel, load_factor if kernel == UVM_CACHING else 0.0) if kernel != DENSE else (FUSED, 0.0))
         if kind in SPREAD_TYPES:
-            spreads.append(_spread(kind, sharding, cluster))
+            spec = sharding.sharding_spec  # None for data_parallel
+            pieces = [(shard.shard_sizes[1], rank) for shard, rank in zip(spec.shards, sharding.ranks)] if spec else []
+            spreads.append(spread_of(kind, pieces, cluster))
             continue
         spreads.append(None)
-        pieces = zip(sharding.sharding_spec.shards, sharding.ranks)
         shards += sorted(
-            (Shard(index, piece.shard_offsets[1], piece.shard_sizes[1], rank) for piece, rank in pieces),
+            (
+                Shard(index, piece.shard_offsets[1], piece.shard_sizes[1], rank)
+                for piece, rank in zip(sharding.sharding_spec.shards, sharding.ranks)
+            ),
             key=lambda shard: shard.offset,
         )
     options = (TableOptions(SHARDING_TYPES, 1, FUSED_KERNELS),) * len(tables)
-    memory = _NoMemory()
+    memory = NoMemory()
     simulated = tuple(entry.with_kernel(*kernel).table for entry, kernel in zip(tables, kernels))
     problem = ShardingProblem(simulated, options, cluster, batch_size, memory)
     return problem, Placement(tuple(shards), tuple(types), tuple(spreads))
 
 
-def _spread(kind: str, sharding: Any, cluster: Cluster) -> Spread:
-    """How a spread table of a plan lies."""
+def spread_of(kind: str, pieces: Sequence[tuple[int, int]], cluster: Cluster) -> Spread:
+    """How a spread table lies.
+
+    Args:
+        kind: its sharding type.
+        pieces: (columns, rank) of its shards, in TorchRec's order.
+        cluster: the ranks.
+    """
     if kind in EVERYWHERE_TYPES:
         return Spread(kind)
-    pieces = [(shard.shard_sizes[1], rank) for shard, rank in zip(sharding.sharding_spec.shards, sharding.ranks)]
     if kind in ROW_TYPES:  # the blocks of a piece follow each other
         size = cluster.ranks_per_host
         pieces = [(width, rank // size * size) for width, rank in pieces[::size]]
     return Spread(kind, tuple(pieces))
 
 
-class _NoMemory:
+class NoMemory:
     """Shards that take nothing, so that any plan fits."""
 
     def __call__(self, table: int, width: int) -> tuple[float, float]:
+        """Returns zeros."""
         return 0.0, 0.0
 
     def spread(self, table: int, spread: Spread) -> NDArray[np.float64]:

@@ -135,6 +135,13 @@ class AdditiveSimulator(PlanSimulator):
         forward, backward, forward_comms, backward_comms = self._parts([(table, width)])[0].tolist()
         return ShardCost(forward, backward, forward_comms, backward_comms, input_dist_ms=0.0)
 
+    def spread_cost(self, table: int, spread: Spread) -> tuple[ShardCost, ...]:
+        """[blocks] the parts of the blocks of a spread table."""
+        return tuple(
+            ShardCost(forward, backward, forward_comms, backward_comms, input_dist_ms=0.0)
+            for forward, backward, forward_comms, backward_comms in self._spread_z(table, spread).tolist()
+        )
+
     def _parts(self, shards: Iterable[tuple[int, int]]) -> NDArray[np.float64]:
         """[shards, PARTS] ms of shards given as (table, width)."""
         kinds = self.kinds(shards)

@@ -404,3 +404,30 @@ class PlanSimulator:
         return ShardCost(
             float(forward), float(backward), float(comms[0]), float(comms[1]), float(self.input_dist_ms(ids)[0])
         )
+
+    def spread_cost(self, table: int, spread: Spread) -> tuple[ShardCost, ...]:
+        """Predicts the blocks of a spread table that is alone on its ranks.
+
+        Args:
+            table: number of the table.
+            spread: how it lies, whatever the problem says.
+
+        Returns:
+            [blocks] each block alone on its rank, which waits for the collectives of all of them.
+        """
+        z = self._spread_z(table, spread)
+        alone = copy.copy(self)
+        alone.problem = replace(
+            self.problem,
+            tables=(self.problem.tables[table],),
+            options=(self.problem.options[table],),
+            spread=(spread,),
+            _memory_cache={},
+        )
+        alone._spread, alone._background = {(0, spread): z}, None
+        forward_comms, backward_comms = alone.comms_ms(alone.background.columns[None])[0].tolist()
+        input_dist = float(alone.input_dist_ms(alone.background.ids[None])[0])
+        return tuple(
+            ShardCost(forward, backward, forward_comms, backward_comms, input_dist)
+            for forward, backward in alone.group_ms(z).tolist()
+        )
