@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torchrec_neuroshard
+from benchmarks.all_types import NAMED_KERNELS, NAMED_TYPES, chosen_sharders
 from benchmarks.plan_records import PlannedResult, placement_of
 from benchmarks.torchrec_planners import DDR_BYTES_PER_RANK, topology
 from torchrec_neuroshard import CostModel, NeuroShardPlanner
-from torchrec_neuroshard.adapters.workload_model import embedding_model, parameter_constraints, sharders, table_stats
+from torchrec_neuroshard.adapters.workload_model import embedding_model, parameter_constraints, table_stats
 from torchrec_neuroshard.costs.additive import AdditiveGroupModel
 from torchrec_neuroshard.costs.group_model import GroupCostModel
 from torchrec_neuroshard.costs.hardware import detect_hardware
@@ -30,11 +31,20 @@ VARIANTS: dict[str, tuple[str, bool]] = {
 }
 
 
-def neuroshard_inputs(planner: str, world_size: int, batch_size: int, cost_model: str) -> dict[str, Any]:
+# What our planner is told of the types when all are offered; one that nobody named would not be replicated.
+NAMED: dict[str, dict[str, Any]] = {
+    "default": {},
+    "all": {"sharding_types": list(NAMED_TYPES), "compute_kernels": list(NAMED_KERNELS)},
+}
+
+
+def neuroshard_inputs(
+    planner: str, world_size: int, batch_size: int, cost_model: str, sharders: str = "default"
+) -> dict[str, Any]:
     """All inputs of one variant, as JSON; they include the code and the weights, so that a change makes new plans."""
     costs, knows_access = VARIANTS[planner]
     model = _base_model(cost_model)
-    return {
+    inputs = {
         "planner": f"torchrec_neuroshard NeuroShardPlanner, code {_code_fingerprint()}",
         "cost_model": {
             "name": model.name,
@@ -42,7 +52,7 @@ def neuroshard_inputs(planner: str, world_size: int, batch_size: int, cost_model
             "weights": _model_fingerprint(cost_model),
             "group_costs": costs,
         },
-        "constraints": {"pooling_factors": "true"},
+        "constraints": {"pooling_factors": "true", **NAMED[sharders]},
         "table_stats": "true pooling factors and Zipf exponents" if knows_access else None,
         "pipeline": "sparse_dist",
         "column_split": "auto",
@@ -56,10 +66,16 @@ def neuroshard_inputs(planner: str, world_size: int, batch_size: int, cost_model
         "seed": 0,
         "timeout_seconds": None,
     }
+    return inputs if sharders == "default" else {**inputs, "sharders": sharders}
 
 
 def plan_with_neuroshard(
-    planner: str, workload: Workload, world_size: int, batch_size: int, cost_model: str
+    planner: str,
+    workload: Workload,
+    world_size: int,
+    batch_size: int,
+    cost_model: str,
+    sharders: str = "default",
 ) -> PlannedResult:
     """Plans with one of :data:`VARIANTS`.
 
@@ -69,24 +85,25 @@ def plan_with_neuroshard(
         world_size: ranks.
         batch_size: samples per rank.
         cost_model: "auto", a shipped name or a path.
+        sharders: one of :data:`benchmarks.planners.SHARDERS`.
     """
     knows_access = VARIANTS[planner][1]
     planner_object = NeuroShardPlanner(
         topology=topology(world_size),
         batch_size=batch_size,
-        constraints=parameter_constraints(workload),
+        constraints=parameter_constraints(workload, **NAMED[sharders]),
         debug=False,
         cost_model=variant_model(planner, cost_model),
         table_stats=table_stats(workload) if knows_access else None,
     )
-    module = embedding_model(workload)
+    module, offered = embedding_model(workload), chosen_sharders(sharders)
     begun, begun_cpu = time.perf_counter(), time.process_time()
-    plan = planner_object.plan(module, sharders())
+    plan = planner_object.plan(module, offered)
     seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - begun_cpu
     report = planner_object.report
     assert report is not None
     predicted = max(rank["forward"] + rank["backward"] for rank in report.to_json()["predicted_ms"]["per_rank"])
-    inputs = neuroshard_inputs(planner, world_size, batch_size, cost_model)
+    inputs = neuroshard_inputs(planner, world_size, batch_size, cost_model, sharders)
     return PlannedResult(placement_of(plan, workload), seconds, cpu_seconds, predicted, inputs)
 
 

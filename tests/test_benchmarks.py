@@ -16,7 +16,7 @@ import pytest
 from benchmarks.compare_planners import main
 from benchmarks.measure_plans import complete_rounds, near_bottleneck
 from benchmarks.plan_cache import PlanRequest
-from benchmarks.plan_records import DATA_PARALLEL, PlannedResult, check_columns
+from benchmarks.plan_records import PlannedResult, check_columns
 from benchmarks.planners import TORCHREC_FORMS
 from benchmarks.rank_costs import BANDWIDTH_GB_PER_S, collectives_ms, rank_work
 from benchmarks.significance import geometric_mean, ratio_estimate
@@ -24,7 +24,7 @@ from benchmarks.skewed_workloads import SEEDS, skewed_workload, skewed_workload_
 from benchmarks.sources import load_source, samples_per_rank, workload_id
 from benchmarks.summary import losses, summarize, undecided
 from benchmarks.torchrec_planners import plan_with_torchrec
-from torchrec_neuroshard.problem import Placement, Shard
+from torchrec_neuroshard.problem import DATA_PARALLEL, Placement, Shard
 from torchrec_neuroshard.workload import Workload, WorkloadError
 
 ROOT = Path(__file__).parent.parent
@@ -172,12 +172,12 @@ def test_ratios_on_known_data() -> None:
 
 def test_what_counts_as_a_loss() -> None:
     steady = [1.05, 1.051, 1.049, 1.05, 1.052, 1.048, 1.05]
-    assert ratio_estimate(steady, [1.0] * 7).is_loss
-    assert not ratio_estimate(steady[:6], [1.0] * 6).is_loss  # too few rounds
-    assert ratio_estimate(steady[:6], [1.0] * 6).may_be_loss
+    assert ratio_estimate(steady, [1.0] * 7).is_loss()
+    assert not ratio_estimate(steady[:6], [1.0] * 6).is_loss()  # too few rounds
+    assert ratio_estimate(steady[:6], [1.0] * 6).may_be_loss()
     noisy = [1.3, 0.9, 1.2, 0.85, 1.25, 1.0, 0.95]
     assert ratio_estimate(noisy, [1.0] * 7).ratio > 1.03
-    assert not ratio_estimate(noisy, [1.0] * 7).is_loss
+    assert not ratio_estimate(noisy, [1.0] * 7).is_loss()
 
 
 def record(planner: str, process: str, bottleneck: float, plan_id: str = "p") -> dict[str, object]:
