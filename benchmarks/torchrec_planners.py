@@ -10,11 +10,14 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 
 from benchmarks.all_types import chosen_sharders
 from benchmarks.plan_records import PlannedResult, placement_of
+from benchmarks.rank_costs import BANDWIDTH_GB_PER_S
 from torchrec_neuroshard.adapters.workload_model import embedding_model, parameter_constraints
 from torchrec_neuroshard.workload import Workload
 
 # More host memory than any of these workloads needs: they compare balance, not packing.
 DDR_BYTES_PER_RANK = 256 << 30
+
+_GIB = 1 << 30  # of which TorchRec counts its bandwidths
 
 # The space TorchRec's planner searches best, and the same with column shards of 16 allowed: left alone, it
 # never splits dims up to 128.
@@ -41,14 +44,25 @@ def form_constraints(form: str, sharders: str) -> dict[str, Any]:
     return (FORMS_WITH_ROWS if sharders == "all" else FORMS)[form]
 
 
-def topology(world_size: int) -> Topology:
-    """One CPU host with all ranks, which every planner is given."""
+def topology(world_size: int, sharders: str = "default") -> Topology:
+    """One CPU host with all ranks, which every planner is given.
+
+    Where row-wise and data_parallel are chosen from, which buy compute with communication, it says the bandwidth at
+    which collectives are priced; else it has TorchRec's defaults.
+    """
+    given: dict[str, Any] = {} if sharders == "default" else {"intra_host_bw": BANDWIDTH_GB_PER_S * _GIB / 1000}
     return Topology(
         world_size=world_size,
         local_world_size=world_size,
         compute_device="cpu",
         ddr_cap=DDR_BYTES_PER_RANK,
+        **given,
     )
+
+
+def stated_bandwidths(sharders: str) -> str:
+    """What a planner is told of the links, in words."""
+    return "TorchRec's defaults" if sharders == "default" else f"{BANDWIDTH_GB_PER_S:g} GB/s between any two ranks"
 
 
 def torchrec_inputs(
@@ -64,7 +78,7 @@ def torchrec_inputs(
             "local_world_size": world_size,
             "compute_device": "cpu",
             "ddr_gib_per_rank": DDR_BYTES_PER_RANK >> 30,
-            "bandwidths": "TorchRec's defaults",
+            "bandwidths": stated_bandwidths(sharders),
         },
         "storage_reservation": "TorchRec's default (HeuristicalStorageReservation)",
         "timeout_seconds": timeout_seconds,
@@ -92,7 +106,7 @@ def plan_with_torchrec(
         sharders: one of :data:`benchmarks.planners.SHARDERS`.
     """
     planner = EmbeddingShardingPlanner(
-        topology=topology(world_size),
+        topology=topology(world_size, sharders),
         batch_size=batch_size,
         constraints=parameter_constraints(workload, **form_constraints(form, sharders)),
         debug=False,
