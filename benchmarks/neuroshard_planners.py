@@ -67,7 +67,7 @@ def neuroshard_inputs(
             "local_world_size": world_size,
             "compute_device": "cpu",
             "ddr_gib_per_rank": DDR_BYTES_PER_RANK >> 30,
-            **({} if sharders == "default" else {"bandwidths": stated_bandwidths(sharders)}),
+            **({} if sharders == "default" else {"bandwidths": stated_bandwidths(True)}),
         },
         "seed": 0,
         "timeout_seconds": None,
@@ -95,7 +95,7 @@ def plan_with_neuroshard(
     """
     knows_access = VARIANTS[planner][1]
     planner_object = NeuroShardPlanner(
-        topology=topology(world_size, sharders),
+        topology=topology(world_size, bandwidth=sharders == "all"),
         batch_size=batch_size,
         constraints=parameter_constraints(workload, **NAMED[sharders]),
         debug=False,

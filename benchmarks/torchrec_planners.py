@@ -44,13 +44,19 @@ def form_constraints(form: str, sharders: str) -> dict[str, Any]:
     return (FORMS_WITH_ROWS if sharders == "all" else FORMS)[form]
 
 
-def topology(world_size: int, sharders: str = "default") -> Topology:
+# Where row-wise and data_parallel are chosen from, which buy compute with communication, planners are told the
+# bandwidth at which collectives are priced; not so TorchRec's as it comes, and its best form without these types.
+UNTOLD_FORMS = ("torchrec", "torchrec_columns_mp16")
+
+
+def topology(world_size: int, bandwidth: bool = False) -> Topology:
     """One CPU host with all ranks, which every planner is given.
 
-    Where row-wise and data_parallel are chosen from, which buy compute with communication, it says the bandwidth at
-    which collectives are priced; else it has TorchRec's defaults.
+    Args:
+        world_size: ranks.
+        bandwidth: whether it says the bandwidth at which collectives are priced; else it has TorchRec's defaults.
     """
-    given: dict[str, Any] = {} if sharders == "default" else {"intra_host_bw": BANDWIDTH_GB_PER_S * _GIB / 1000}
+    given: dict[str, Any] = {"intra_host_bw": BANDWIDTH_GB_PER_S * _GIB / 1000} if bandwidth else {}
     return Topology(
         world_size=world_size,
         local_world_size=world_size,
@@ -60,9 +66,14 @@ def topology(world_size: int, sharders: str = "default") -> Topology:
     )
 
 
-def stated_bandwidths(sharders: str) -> str:
-    """What a planner is told of the links, in words."""
-    return "TorchRec's defaults" if sharders == "default" else f"{BANDWIDTH_GB_PER_S:g} GB/s between any two ranks"
+def stated_bandwidths(bandwidth: bool) -> str:
+    """What a topology says of the links, in words; argument as of :func:`topology`."""
+    return f"{BANDWIDTH_GB_PER_S:g} GB/s for each rank" if bandwidth else "TorchRec's defaults"
+
+
+def is_told(form: str, sharders: str) -> bool:
+    """Whether a form's topology says the bandwidth at which collectives are priced."""
+    return sharders == "all" and form not in UNTOLD_FORMS
 
 
 def torchrec_inputs(
@@ -78,7 +89,7 @@ def torchrec_inputs(
             "local_world_size": world_size,
             "compute_device": "cpu",
             "ddr_gib_per_rank": DDR_BYTES_PER_RANK >> 30,
-            "bandwidths": stated_bandwidths(sharders),
+            "bandwidths": stated_bandwidths(is_told(form, sharders)),
         },
         "storage_reservation": "TorchRec's default (HeuristicalStorageReservation)",
         "timeout_seconds": timeout_seconds,
@@ -106,7 +117,7 @@ def plan_with_torchrec(
         sharders: one of :data:`benchmarks.planners.SHARDERS`.
     """
     planner = EmbeddingShardingPlanner(
-        topology=topology(world_size, sharders),
+        topology=topology(world_size, is_told(form, sharders)),
         batch_size=batch_size,
         constraints=parameter_constraints(workload, **form_constraints(form, sharders)),
         debug=False,
