@@ -17,7 +17,7 @@ from rich.console import Console
 from benchmarks.measure_plans import DEFAULT_STORE, matching_records, measure_rounds
 from benchmarks.plan_cache import DEFAULT_FOLDER, PlanRequest, cached_plans, read_plan
 from benchmarks.plan_records import PlannedResult
-from benchmarks.planners import OURS, PLANNERS, TORCHREC_FORMS
+from benchmarks.planners import COMPARED, PLANNERS, SHARDERS
 from benchmarks.rank_costs import BANDWIDTH_GB_PER_S
 from benchmarks.skewed_workloads import SEEDS
 from benchmarks.sources import load_source, samples_per_rank
@@ -39,7 +39,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="workloads; skewed:all stands for the twelve generated ones",
     )
     parser.add_argument("--world-size", nargs="+", type=int, default=[4, 8, 16])
-    parser.add_argument("--planners", nargs="+", choices=PLANNERS, default=[*TORCHREC_FORMS, *OURS])
+    parser.add_argument("--planners", nargs="+", choices=PLANNERS, help="default: TorchRec's forms, and ours")
+    parser.add_argument(
+        "--sharders",
+        choices=SHARDERS,
+        default="default",
+        help="what all planners are given: TorchRec's sharders, or such that offer row_wise on a CPU too, with ours "
+        "told that it may replicate tables",
+    )
     parser.add_argument("--rounds", type=int, default=1, help="interleaved rounds in fresh processes (a verdict: 7)")
     parser.add_argument("--timeout", type=int, help="seconds given to TorchRec's search (default: until it is done)")
     parser.add_argument("--cost-model", default="auto", help="of our planner: auto, a shipped name or a path")
@@ -55,6 +62,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--workload is needed, except with --summary")
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
+    if args.real_step and args.sharders != "default":
+        parser.error("--real-step trains plans of TorchRec's own sharders only; leave --sharders out")
+    args.planners = args.planners or list(COMPARED[args.sharders])
     sources = [[f"skewed:{seed}" for seed in SEEDS] if s == "skewed:all" else [s] for s in args.workload or []]
     args.workload = list(dict.fromkeys(source for group in sources for source in group))
     return args
@@ -79,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
         requests = [
-            PlanRequest(source, world_size, planner, args.timeout, args.cost_model)
+            PlanRequest(source, world_size, planner, args.timeout, args.cost_model, args.sharders)
             for planner in args.planners
             for world_size in args.world_size
             for source in args.workload
@@ -100,15 +110,22 @@ def main(argv: list[str] | None = None) -> int:
             record
             for source in args.workload
             for world_size in args.world_size
-            for record in matching_records(args.store, source, world_size)
+            for record in matching_records(args.store, source, world_size, args.sharders)
         ]
         cases = summarize(records)
+    means: dict[str, object] = {}
     for case in cases:
         print_case(case, console)
-    if len(cases) > 1:
-        print_means(cases, console)
+    for sharders in SHARDERS:
+        alike = [case for case in cases if case.sharders == sharders]
+        if len(alike) > 1:
+            print_means(alike, console)
+        if alike:
+            means[sharders] = planner_means(alike)
     result["cases"] = [asdict(case) for case in cases]
-    result["geometric_means"] = planner_means(cases)
+    result["geometric_means"] = means.get("default", {})
+    if "all" in means:
+        result["geometric_means_all_types"] = means["all"]
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.plan_records import PlannedResult
-from benchmarks.planners import PLANNERS, plan, planner_inputs
+from benchmarks.planners import PLANNERS, SHARDERS, plan, planner_inputs
 from benchmarks.sources import load_source, samples_per_rank, workload_id
 
 DEFAULT_FOLDER = Path("out/plans")
@@ -34,6 +34,7 @@ class PlanRequest:
         planner: one of :data:`benchmarks.planners.PLANNERS`.
         timeout_seconds: limit of TorchRec's search; None lets it finish.
         cost_model: of our planner: "auto", a shipped name or a path.
+        sharders: one of :data:`benchmarks.planners.SHARDERS`.
     """
 
     source: str
@@ -41,12 +42,15 @@ class PlanRequest:
     planner: str
     timeout_seconds: int | None = None
     cost_model: str = "auto"
+    sharders: str = "default"
 
     def path(self, folder: Path) -> Path:
         """The file that holds the plan, named after all it depends on."""
         workload = load_source(self.source)
         batch_size = samples_per_rank(workload, self.world_size)
-        inputs = planner_inputs(self.planner, self.world_size, batch_size, self.timeout_seconds, self.cost_model)
+        inputs = planner_inputs(
+            self.planner, self.world_size, batch_size, self.timeout_seconds, self.cost_model, self.sharders
+        )
         key = json.dumps([workload_id(workload), self.world_size, self.planner, inputs], sort_keys=True)
         digest = hashlib.sha256(key.encode()).hexdigest()[:16]
         name = workload.name.replace(":", "_").replace("/", "_")
@@ -80,7 +84,13 @@ def make_plan(request: PlanRequest, path: Path) -> PlannedResult:
     workload = load_source(request.source)
     batch_size = samples_per_rank(workload, request.world_size)
     result = plan(
-        request.planner, workload, request.world_size, batch_size, request.timeout_seconds, request.cost_model
+        request.planner,
+        workload,
+        request.world_size,
+        batch_size,
+        request.timeout_seconds,
+        request.cost_model,
+        request.sharders,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -97,11 +107,12 @@ def main() -> None:
     parser.add_argument("--planners", nargs="*", choices=PLANNERS, default=[])
     parser.add_argument("--timeout", type=int, help="seconds given to TorchRec's search (default: until it is done)")
     parser.add_argument("--cost-model", default="auto", help="of our planner: auto, a shipped name or a path")
+    parser.add_argument("--sharders", choices=SHARDERS, default="default", help="what every planner is given")
     parser.add_argument("--folder", type=Path, default=DEFAULT_FOLDER)
     parser.add_argument("--requests", nargs="*", default=[], help="as made by cached_plans; always replanned")
     args = parser.parse_args()
     product = [
-        PlanRequest(source, world_size, planner, args.timeout, args.cost_model)
+        PlanRequest(source, world_size, planner, args.timeout, args.cost_model, args.sharders)
         for planner in args.planners
         for world_size in args.world_size
         for source in args.workload

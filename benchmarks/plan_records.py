@@ -7,13 +7,13 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Mapping
 
-from torchrec_neuroshard.problem import Placement, Shard
+from torchrec_neuroshard.costs.row_wise import row_blocks
+from torchrec_neuroshard.problem import ROW_WISE, SPREAD_TYPES, Placement, Shard
 from torchrec_neuroshard.workload import Workload
 
 if TYPE_CHECKING:  # measuring reads plans without the seconds that importing TorchRec takes
     from torchrec.distributed.types import ShardingPlan
 
-DATA_PARALLEL = "data_parallel"
 PLACED_TYPES = ("table_wise", "column_wise", "table_column_wise")
 
 
@@ -22,7 +22,7 @@ class PlannedResult:
     """What one planner made of one workload.
 
     Attributes:
-        placement: the plan; a data_parallel table has no shards in it.
+        placement: the plan; data_parallel and row_wise tables have no shards in it.
         plan_seconds: wall time of the planner's ``plan`` call.
         plan_cpu_seconds: processor time of the same call, which other load on the machine does not stretch.
         predicted_ms: the planner's own cost of its plan: its slowest rank in its own terms.
@@ -78,7 +78,8 @@ def placement_of(plan: ShardingPlan, workload: Workload) -> Placement:
 
     Raises:
         ValueError: the plan leaves out a table or a column, or uses a sharding type that the benchmark cannot
-            measure (row-wise types: TorchRec does not offer them to an EmbeddingBagCollection on a CPU).
+            measure (types that cut rows among the ranks of a host: all ranks are on one here), or cuts rows otherwise
+            than TorchRec's run time does.
     """
     parameters: dict[str, Any] = {}
     for module_plan in plan.plan.values():
@@ -90,10 +91,13 @@ def placement_of(plan: ShardingPlan, workload: Workload) -> Placement:
             raise ValueError(f"the plan leaves out table {table.name}")
         sharding = parameters[table.name]
         types.append(sharding.sharding_type)
-        if sharding.sharding_type == DATA_PARALLEL:
+        if sharding.sharding_type == ROW_WISE:
+            _check_rows(table.name, sharding, table.num_embeddings)
+        if sharding.sharding_type in SPREAD_TYPES:
             continue
         if sharding.sharding_type not in PLACED_TYPES:
-            raise ValueError(f"{table.name}: cannot measure {sharding.sharding_type}; only {PLACED_TYPES}")
+            known = (*PLACED_TYPES, *SPREAD_TYPES)
+            raise ValueError(f"{table.name}: cannot measure {sharding.sharding_type}; only {known}")
         pieces = sorted(
             (metadata.shard_offsets[1], metadata.shard_sizes[1], rank)
             for metadata, rank in zip(sharding.sharding_spec.shards, sharding.ranks)
@@ -105,7 +109,7 @@ def placement_of(plan: ShardingPlan, workload: Workload) -> Placement:
 
 
 def check_columns(placement: Placement, workload: Workload) -> None:
-    """Raises ValueError unless each column of each table is placed exactly once, data_parallel tables apart."""
+    """Raises ValueError unless each column of each table is placed exactly once, those on all ranks apart."""
     for index, table in enumerate(workload.tables):
         pieces = sorted((s.offset, s.width) for s in placement.shards if s.table == index)
         expected = 0
@@ -113,5 +117,16 @@ def check_columns(placement: Placement, workload: Workload) -> None:
             if offset != expected:
                 raise ValueError(f"{table.name}: a shard starts at column {offset}, expected {expected}")
             expected = offset + width
-        if expected != (0 if placement.sharding_types[index] == DATA_PARALLEL else table.embedding_dim):
+        if expected != (0 if placement.sharding_types[index] in SPREAD_TYPES else table.embedding_dim):
             raise ValueError(f"{table.name}: {expected} of {table.embedding_dim} columns are placed")
+
+
+def _check_rows(table: str, sharding: Any, rows: int) -> None:
+    """Raises ValueError unless a row_wise table is cut into the blocks that TorchRec's run time takes it to have."""
+    blocks = tuple(
+        (piece.shard_offsets[0], piece.shard_offsets[0] + piece.shard_sizes[0])
+        for piece in sharding.sharding_spec.shards
+    )
+    expected = row_blocks(rows, len(blocks))
+    if blocks != expected:
+        raise ValueError(f"{table}: row_wise blocks {blocks}, where TorchRec runs {expected}")

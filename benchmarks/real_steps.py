@@ -29,10 +29,9 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from benchmarks.plan_cache import PlanRequest, cached_plans, read_plan
-from benchmarks.plan_records import DATA_PARALLEL
 from benchmarks.sources import load_source, samples_per_rank
 from torchrec_neuroshard.adapters.workload_model import sharders
-from torchrec_neuroshard.problem import Placement
+from torchrec_neuroshard.problem import DATA_PARALLEL, Placement
 from torchrec_neuroshard.workload import Workload
 
 RANKS = 2

@@ -10,6 +10,7 @@ import numpy as np
 from scipy import stats
 
 LOSS_RATIO = 1.03
+LOSS_RATIO_ALL_TYPES = 1.02  # in the comparison over all sharding types
 LOSS_ROUNDS = 7
 CONFIDENCE = 0.95
 
@@ -30,15 +31,13 @@ class RatioEstimate:
     high: float
     rounds: int
 
-    @property
-    def is_loss(self) -> bool:
-        """Enough rounds, and the whole interval above :data:`LOSS_RATIO`."""
-        return self.rounds >= LOSS_ROUNDS and self.low > LOSS_RATIO
+    def is_loss(self, limit: float = LOSS_RATIO) -> bool:
+        """Enough rounds, and the whole interval above the limit."""
+        return self.rounds >= LOSS_ROUNDS and self.low > limit
 
-    @property
-    def may_be_loss(self) -> bool:
+    def may_be_loss(self, limit: float = LOSS_RATIO) -> bool:
         """Too few rounds to say, and the interval does not exclude a loss that the ratio suggests."""
-        return self.rounds < LOSS_ROUNDS and self.ratio > LOSS_RATIO
+        return self.rounds < LOSS_ROUNDS and self.ratio > limit
 
 
 def ratio_estimate(times: Sequence[float], reference: Sequence[float]) -> RatioEstimate:

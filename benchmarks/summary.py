@@ -1,16 +1,28 @@
-"""What stored rounds say: each planner against the best of TorchRec's forms on the same workload."""
+"""What stored rounds say: each planner against the best of TorchRec's forms on the same workload.
+
+Plans made with TorchRec's own sharders are judged by compute. Where row-wise and data_parallel are chosen from too,
+which buy compute with communication, plans are judged with their collectives, against the form that is best by that.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any, Iterable, Sequence
+from typing import Any, Callable, Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from benchmarks.planners import PLANNERS, TORCHREC_FORMS
-from benchmarks.significance import LOSS_RATIO, LOSS_ROUNDS, RatioEstimate, geometric_mean, ratio_estimate
+from benchmarks.measure_plans import sharders_of
+from benchmarks.planners import ALL_TORCHREC_FORMS, PLANNERS
+from benchmarks.significance import (
+    LOSS_RATIO,
+    LOSS_RATIO_ALL_TYPES,
+    LOSS_ROUNDS,
+    RatioEstimate,
+    geometric_mean,
+    ratio_estimate,
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +38,7 @@ class PlannerResult:
         with_collectives_ms: the same plus collectives at the stated bandwidth.
         imbalance: slowest rank over mean rank.
         compute: bottleneck against that of the best TorchRec form; None for lack of a common round.
-        total: the same with collectives.
+        total: the same with collectives; against the form that is best with them, where plans are judged so.
     """
 
     planner: str
@@ -49,22 +61,45 @@ class CaseResult:
         world_size: ranks.
         reference: the TorchRec form with the lowest measured bottleneck; None when none was measured.
         planners: results in the order of :data:`benchmarks.planners.PLANNERS`.
+        sharders: what the planners were given, one of :data:`benchmarks.planners.SHARDERS`.
+        total_reference: the form against which collectives are compared too.
     """
 
     workload: str
     world_size: int
     reference: str | None
     planners: tuple[PlannerResult, ...]
+    sharders: str = "default"
+    total_reference: str | None = None
+
+    @property
+    def with_collectives(self) -> bool:
+        """Whether plans are judged with their collectives."""
+        return self.sharders == "all"
+
+    @property
+    def limit(self) -> float:
+        """Ratio above which a plan is a loss."""
+        return LOSS_RATIO_ALL_TYPES if self.with_collectives else LOSS_RATIO
+
+    def judged(self, result: PlannerResult) -> RatioEstimate | None:
+        """The ratio by which a planner is judged."""
+        return result.total if self.with_collectives else result.compute
+
+    @property
+    def judged_against(self) -> str | None:
+        """The form that planners are judged against."""
+        return self.total_reference if self.with_collectives else self.reference
 
 
 def summarize(records: Iterable[dict[str, Any]]) -> list[CaseResult]:
-    """Groups records by workload and world size and compares the planners' latest plans."""
-    cases: dict[tuple[str, str, int, int], list[dict[str, Any]]] = defaultdict(list)
+    """Groups records by workload, world size and sharders, and compares the planners' latest plans."""
+    cases: dict[tuple[str, str, int, int, str], list[dict[str, Any]]] = defaultdict(list)
     for record in records:
         key = ("workload", "workload_id", "world_size", "batch_size_per_rank")
-        cases[tuple(record[name] for name in key)].append(record)
-    order = sorted(cases, key=lambda key: (key[2], _natural(key[0]), key[1], key[3]))
-    return [_case(key[0], key[2], cases[key]) for key in order]
+        cases[(*(record[name] for name in key), sharders_of(record))].append(record)
+    order = sorted(cases, key=lambda key: (key[4] == "all", key[2], _natural(key[0]), key[1], key[3]))
+    return [_case(key[0], key[2], cases[key], key[4]) for key in order]
 
 
 def _natural(name: str) -> tuple[str, int]:
@@ -72,24 +107,23 @@ def _natural(name: str) -> tuple[str, int]:
     return (stem, int(number)) if number.isdecimal() else (name, 0)
 
 
-def _case(workload: str, world_size: int, records: Sequence[dict[str, Any]]) -> CaseResult:
+def _case(workload: str, world_size: int, records: Sequence[dict[str, Any]], sharders: str) -> CaseResult:
     latest = {record["planner"]: record["plan_id"] for record in records}
     rounds: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)  # planner -> process -> record
     for record in records:
         if record["plan_id"] == latest[record["planner"]]:
             rounds[record["planner"]][record["process"]] = record
-    bottlenecks = {
-        planner: geometric_mean([record["bottleneck_ms"] for record in measured.values()])
-        for planner, measured in rounds.items()
-    }
-    forms = [planner for planner in bottlenecks if planner in TORCHREC_FORMS]
+    bottlenecks = {planner: _mean(_compute, measured) for planner, measured in rounds.items()}
+    totals = {planner: _mean(_with_collectives, measured) for planner, measured in rounds.items()}
+    forms = [planner for planner in rounds if planner in ALL_TORCHREC_FORMS]
     reference = min(forms, key=lambda planner: bottlenecks[planner], default=None)
+    total_reference = reference
+    if sharders == "all":
+        total_reference = min(forms, key=lambda planner: totals[planner], default=None)
     results = []
     for planner in sorted(rounds, key=PLANNERS.index):
         measured = rounds[planner]
         last = list(measured.values())[-1]
-        common = [process for process in measured if reference is not None and process in rounds[reference]]
-        pairs = [(measured[process], rounds[str(reference)][process]) for process in common]
         results.append(
             PlannerResult(
                 planner,
@@ -97,21 +131,33 @@ def _case(workload: str, world_size: int, records: Sequence[dict[str, Any]]) -> 
                 last["plan_cpu_seconds"],
                 last["predicted_ms"],
                 bottlenecks[planner],
-                geometric_mean([_with_collectives(record) for record in measured.values()]),
+                totals[planner],
                 next((r["imbalance"] for r in measured.values() if r["imbalance"] is not None), None),
-                ratio_estimate(
-                    [ours["bottleneck_ms"] for ours, _ in pairs], [theirs["bottleneck_ms"] for _, theirs in pairs]
-                )
-                if pairs
-                else None,
-                ratio_estimate(
-                    [_with_collectives(ours) for ours, _ in pairs], [_with_collectives(theirs) for _, theirs in pairs]
-                )
-                if pairs
-                else None,
+                _ratio(_compute, measured, rounds.get(str(reference), {})),
+                _ratio(_with_collectives, measured, rounds.get(str(total_reference), {})),
             )
         )
-    return CaseResult(workload, world_size, reference, tuple(results))
+    return CaseResult(workload, world_size, reference, tuple(results), sharders, total_reference)
+
+
+def _mean(figure: Callable[[dict[str, Any]], float], measured: Mapping[str, dict[str, Any]]) -> float:
+    return geometric_mean([figure(record) for record in measured.values()])
+
+
+def _ratio(
+    figure: Callable[[dict[str, Any]], float],
+    measured: Mapping[str, dict[str, Any]],
+    reference: Mapping[str, dict[str, Any]],
+) -> RatioEstimate | None:
+    """Ratio over the rounds (process -> record) that both have; None without any."""
+    common = [process for process in measured if process in reference]
+    if not common:
+        return None
+    return ratio_estimate([figure(measured[p]) for p in common], [figure(reference[p]) for p in common])
+
+
+def _compute(record: dict[str, Any]) -> float:
+    return float(record["bottleneck_ms"])
 
 
 def _with_collectives(record: dict[str, Any]) -> float:
@@ -120,13 +166,17 @@ def _with_collectives(record: dict[str, Any]) -> float:
 
 def print_case(case: CaseResult, console: Console) -> None:
     """Prints one workload's table."""
-    table = RichTable(title=f"{case.workload} on {case.world_size} ranks (ratios against {case.reference})")
+    judged = "ratios with collectives" if case.with_collectives else "ratios"
+    given = ", all sharding types" if case.sharders == "all" else ""
+    table = RichTable(
+        title=f"{case.workload} on {case.world_size} ranks{given} ({judged} against {case.judged_against})"
+    )
     table.add_column("planner")
     columns = ("plan s (cpu s)", "predicted", "measured ms", "+collectives", "max/mean", "ratio", "95 %", "rounds")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for result in case.planners:
-        ratio = result.compute
+        ratio = case.judged(result)
         table.add_row(
             result.planner,
             f"{result.plan_seconds:.1f} ({result.plan_cpu_seconds:.1f})",
@@ -167,12 +217,17 @@ def planner_means(cases: Sequence[CaseResult]) -> dict[str, dict[str, dict[str, 
 
 
 def print_means(cases: Sequence[CaseResult], console: Console) -> None:
-    """Prints geometric means, which hold the ablation too, and the losses of each planner of ours."""
+    """Prints geometric means, which hold the ablation too, and the losses of each planner of ours.
+
+    Args:
+        cases: of one choice of sharders, at least one.
+        console: where to print.
+    """
     means = planner_means(cases)
     groups = list(dict.fromkeys(str(case.world_size) for case in cases)) + ["all"]
     table = RichTable(
         title="Measured bottleneck against the best TorchRec form of each workload, geometric mean "
-        "(with collectives; workloads)"
+        "(with collectives; workloads)" + (", all sharding types" if cases[0].sharders == "all" else "")
     )
     table.add_column("planner")
     for group in groups:
@@ -189,25 +244,27 @@ def print_means(cases: Sequence[CaseResult], console: Console) -> None:
     console.print(table)
     for kind, found in (("loss", losses(cases)), ("undecided", undecided(cases))):
         for case, result in found:
-            assert result.compute is not None
-            ratio = result.compute
+            ratio = case.judged(result)
+            assert ratio is not None
             console.print(
                 f"{kind}: {result.planner} on {case.workload}, {case.world_size} ranks: {ratio.ratio:.3f} "
-                f"({ratio.low:.3f} to {ratio.high:.3f}, {ratio.rounds} rounds) against {case.reference}"
+                f"({ratio.low:.3f} to {ratio.high:.3f}, {ratio.rounds} rounds) against {case.judged_against}"
             )
     if not losses(cases):
-        console.print(f"no losses (interval over {LOSS_ROUNDS} rounds or more wholly above {LOSS_RATIO})")
+        console.print(f"no losses (interval over {LOSS_ROUNDS} rounds or more wholly above {cases[0].limit})")
 
 
 def losses(cases: Sequence[CaseResult]) -> list[tuple[CaseResult, PlannerResult]]:
     """Where a planner of ours lost."""
-    return [(c, r) for c, r in _ours(cases) if r.compute is not None and r.compute.is_loss]
+    judged = [(c, r, c.judged(r)) for c, r in _ours(cases)]
+    return [(c, r) for c, r, ratio in judged if ratio is not None and ratio.is_loss(c.limit)]
 
 
 def undecided(cases: Sequence[CaseResult]) -> list[tuple[CaseResult, PlannerResult]]:
     """Where a planner of ours may lose and more rounds are needed to say."""
-    return [(c, r) for c, r in _ours(cases) if r.compute is not None and r.compute.may_be_loss]
+    judged = [(c, r, c.judged(r)) for c, r in _ours(cases)]
+    return [(c, r) for c, r, ratio in judged if ratio is not None and ratio.may_be_loss(c.limit)]
 
 
 def _ours(cases: Sequence[CaseResult]) -> list[tuple[CaseResult, PlannerResult]]:
-    return [(c, r) for c in cases for r in c.planners if r.planner not in TORCHREC_FORMS]
+    return [(c, r) for c in cases for r in c.planners if r.planner not in ALL_TORCHREC_FORMS]

@@ -12,19 +12,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torchrec.distributed.planner import EmbeddingShardingPlanner
 
+from benchmarks.all_types import chosen_sharders
 from benchmarks.compare_planners import main
-from benchmarks.measure_plans import complete_rounds, near_bottleneck
+from benchmarks.measure_plans import complete_rounds, matching_records, near_bottleneck
+from benchmarks.neuroshard_planners import plan_with_neuroshard, priced_collectives
 from benchmarks.plan_cache import PlanRequest
-from benchmarks.plan_records import DATA_PARALLEL, PlannedResult, check_columns
-from benchmarks.planners import TORCHREC_FORMS
+from benchmarks.plan_records import PlannedResult, check_columns, placement_of
+from benchmarks.planners import ALL_TORCHREC_FORMS, TORCHREC_FORMS
 from benchmarks.rank_costs import BANDWIDTH_GB_PER_S, collectives_ms, rank_work
+from benchmarks.row_blocks import RowBlock, RowWiseTables, bucketize
 from benchmarks.significance import geometric_mean, ratio_estimate
 from benchmarks.skewed_workloads import SEEDS, skewed_workload, skewed_workload_json
 from benchmarks.sources import load_source, samples_per_rank, workload_id
 from benchmarks.summary import losses, summarize, undecided
-from benchmarks.torchrec_planners import plan_with_torchrec
-from torchrec_neuroshard.problem import Placement, Shard
+from benchmarks.torchrec_planners import plan_with_torchrec, topology
+from torchrec_neuroshard.adapters.workload_model import embedding_model, parameter_constraints
+from torchrec_neuroshard.measure.specs import GroupSpec, ShardSpec
+from torchrec_neuroshard.measure.timing import RepetitionPolicy
+from torchrec_neuroshard.problem import DATA_PARALLEL, ROW_WISE, Placement, Shard
 from torchrec_neuroshard.workload import Workload, WorkloadError
 
 ROOT = Path(__file__).parent.parent
@@ -90,16 +98,19 @@ def test_sources(tmp_path: Path) -> None:
         load_source("skewed:two")
 
 
-@pytest.mark.parametrize("form", TORCHREC_FORMS)
-def test_torchrec_plans_are_converted_column_for_column(form: str) -> None:
-    workload = skewed_workload(1)
-    workload = dataclasses.replace(
+def first_tables(workload: Workload, count: int) -> Workload:
+    return dataclasses.replace(
         workload,
-        tables=workload.tables[:6],
-        zipf=workload.zipf[:6],
-        features=workload.features[:6],
-        feature_pooling=workload.feature_pooling[:6],
+        tables=workload.tables[:count],
+        zipf=workload.zipf[:count],
+        features=workload.features[:count],
+        feature_pooling=workload.feature_pooling[:count],
     )
+
+
+@pytest.mark.parametrize("form", ALL_TORCHREC_FORMS)
+def test_torchrec_plans_are_converted_column_for_column(form: str) -> None:
+    workload = first_tables(skewed_workload(1), 6)
     planned = plan_with_torchrec(form, workload, 4, 256, None)
     check_columns(planned.placement, workload)
     assert len(planned.placement.sharding_types) == 6
@@ -107,6 +118,38 @@ def test_torchrec_plans_are_converted_column_for_column(form: str) -> None:
     assert planned.predicted_ms > 0 and planned.plan_seconds > 0
     again = PlannedResult.from_json(json.loads(json.dumps(planned.to_json())))
     assert again.placement == planned.placement and again.plan_id == planned.plan_id
+
+
+def test_plans_with_tables_on_all_ranks_are_converted_and_kept() -> None:
+    workload = first_tables(skewed_workload(0), 10)
+    theirs = plan_with_torchrec("torchrec_restricted", workload, 8, 256, None, "all")
+    ours = plan_with_neuroshard("neuroshard", workload, 8, 256, "auto", "all")
+    for planned in (theirs, ours):
+        kinds = planned.placement.sharding_types
+        assert ROW_WISE in kinds
+        spread = [index for index, kind in enumerate(kinds) if kind in (ROW_WISE, DATA_PARALLEL)]
+        assert not {shard.table for shard in planned.placement.shards} & set(spread)
+        again = PlannedResult.from_json(json.loads(json.dumps(planned.to_json())))
+        assert again.placement == planned.placement and again.plan_id == planned.plan_id
+    assert theirs.inputs["constraints"]["sharding_types"] == ["table_wise", "column_wise", "row_wise"]
+    assert ours.inputs["sharders"] == "all" and "data_parallel" in ours.inputs["constraints"]["sharding_types"]
+    assert theirs.inputs["topology"]["bandwidths"] == ours.inputs["topology"]["bandwidths"] == "12.5 GB/s for each rank"
+
+
+def test_rows_cut_in_another_way_than_torchrec_runs_them_are_refused() -> None:
+    workload = first_tables(skewed_workload(0), 2)
+    options = {"sharding_types": ["row_wise"], "compute_kernels": ["fused"]}
+    planner = EmbeddingShardingPlanner(
+        topology=topology(4), batch_size=256, constraints=parameter_constraints(workload, **options)
+    )
+    plan = planner.plan(embedding_model(workload), chosen_sharders("all"))
+    assert placement_of(plan, workload) == Placement((), ("row_wise", "row_wise"))
+    (parameters,) = plan.plan.values()
+    first, second, *_ = parameters["t0"].sharding_spec.shards
+    first.shard_sizes[0] -= 1
+    second.shard_offsets[0] -= 1
+    with pytest.raises(ValueError, match="t0: row_wise blocks"):
+        placement_of(plan, workload)
 
 
 def test_columns_left_out_or_placed_twice_are_noticed() -> None:
@@ -143,6 +186,52 @@ def test_data_parallel_tables_run_on_the_local_batch() -> None:
     assert replicated.batch_size == 32 and [shard.rows for shard in replicated.shards] == [50]
 
 
+def hot_tables(ranks: int, samples: int) -> RowWiseTables:
+    shards = (
+        ShardSpec(1000, 8, 6.0, num_features=2, zipf=1.1),
+        ShardSpec(7, 4, 2.0, zipf=0.3),  # on 4 ranks the last block has one row
+        ShardSpec(301, 16, 3.0, zipf=0.9),
+    )
+    return RowWiseTables(GroupSpec(ranks * samples, shards, weighted=True, seed=5), (400, 3, None), ranks)
+
+
+def test_each_rank_looks_up_what_bucketizing_sends_it() -> None:
+    tables = hot_tables(ranks=4, samples=16)
+    whole = tables.global_batch(np.random.default_rng(1))
+    lengths, ids = bucketize(whole, tables)
+    blocks = [tables.block_batch(np.random.default_rng(1), rank) for rank in range(4)]
+    assert torch.equal(torch.cat([block.offsets.diff() for block in blocks]), lengths)
+    assert torch.equal(torch.cat([block.indices for block in blocks]), ids)
+    weights = [block.per_sample_weights for block in blocks if block.per_sample_weights is not None]
+    assert whole.per_sample_weights is not None
+    assert torch.cat(weights).sum() == pytest.approx(float(whole.per_sample_weights.sum()), rel=1e-5)
+    for rank, block in enumerate(blocks):
+        spec = tables.block(rank)
+        assert [shard.rows for shard in spec.shards] == [250, (2, 2, 2, 1)[rank], (76, 76, 76, 73)[rank]]
+        assert block.offsets.numel() == 4 * tables.whole.batch_size + 1  # all bags of four features
+        assert RowBlock(tables, rank).measure_ms(torch.device("cpu"), RepetitionPolicy(1, 2, 2)) > 0
+    # Popular rows of scattered ids lie in different blocks; where ids count up from the most popular, in the first.
+    third = whole.indices[int(whole.offsets[3 * 64]) :]
+    assert int(third.bincount().argmax()) == 0
+    first = whole.indices[: int(whole.offsets[2 * 64])]
+    assert int(first.bincount().argmax()) == (7 + 400) % 1000
+
+
+def test_row_wise_tables_run_on_every_rank() -> None:
+    placement = Placement((Shard(1, 0, 16, 1),), (ROW_WISE, "table_wise"))
+    work = rank_work(small_workload(), placement, 2, 32)
+    assert [len(work.of_rank(rank)) for rank in range(2)] == [1, 2]
+    (tables,) = work.row_wise
+    assert work.of_rank(0) == (RowBlock(tables, 0),)
+    assert tables.whole.batch_size == 64 and tables.whole.shards[0].rows == 300
+    assert tables.local_batch(np.random.default_rng(0)).offsets.numel() == 33
+    # The same in another plan is the same measurement; in another round batches differ, but not where hot rows lie.
+    alone = rank_work(small_workload(), Placement((), (ROW_WISE, DATA_PARALLEL)), 2, 32)
+    assert alone.row_wise[0].id == tables.id
+    later = rank_work(small_workload(), placement, 2, 32, seed=1).row_wise[0]
+    assert later.id != tables.id and later.turns == tables.turns
+
+
 def test_collectives_are_priced_by_the_busiest_rank() -> None:
     workload = small_workload()
     placement = Placement((Shard(0, 0, 32, 0), Shard(1, 0, 16, 1)), ("table_wise", "table_wise"))
@@ -159,6 +248,26 @@ def test_collectives_are_priced_by_the_busiest_rank() -> None:
     assert collectives_ms(workload, replicated, 2, 32) == pytest.approx(expected + all_reduce)
 
 
+def test_row_wise_collectives_are_priced_by_hand() -> None:
+    workload = small_workload()
+    placement = Placement((), (ROW_WISE, ROW_WISE))
+    # 4 ranks of 16 samples. Each sends three quarters of its samples' 6 ids each (the last block of 50 rows has 11,
+    # the others 13, of which the share of lookups follows), and passes on 3 blocks of 16 samples in 48 columns, twice.
+    output_bytes = 3 * 16 * 48 * 4
+    share = np.asarray([13, 13, 13, 11]) / 50
+    ids = 4 / 4 + 2 * share  # per sample, that each rank looks up
+    input_bytes = 16 * 8 * max((3 * ids).max(), (ids.sum() - ids).max())
+    expected = (input_bytes + 2 * output_bytes) / (BANDWIDTH_GB_PER_S * 1e6)
+    assert collectives_ms(workload, placement, 4, 16) == pytest.approx(expected, rel=1e-3)
+    # The planner that chooses among such plans sees the same price of forward and backward.
+    priced = priced_collectives()
+    columns = np.asarray([48.0])
+    both = priced.reduce_scatter(16, columns, 4, 4) + priced.all_gather(16, columns, 4, 4)
+    assert float(both[0]) == pytest.approx(2 * output_bytes / (BANDWIDTH_GB_PER_S * 1e6))
+    replicas = priced.all_reduce(np.asarray([50.0 * 16]), 4, 4)
+    assert float(replicas[0]) == pytest.approx(2 * 50 * 16 * 4 * 3 / 4 / (BANDWIDTH_GB_PER_S * 1e6))
+
+
 def test_ratios_on_known_data() -> None:
     estimate = ratio_estimate([2.0, 8.0], [1.0, 1.0])
     assert estimate.ratio == pytest.approx(4.0)
@@ -172,12 +281,12 @@ def test_ratios_on_known_data() -> None:
 
 def test_what_counts_as_a_loss() -> None:
     steady = [1.05, 1.051, 1.049, 1.05, 1.052, 1.048, 1.05]
-    assert ratio_estimate(steady, [1.0] * 7).is_loss
-    assert not ratio_estimate(steady[:6], [1.0] * 6).is_loss  # too few rounds
-    assert ratio_estimate(steady[:6], [1.0] * 6).may_be_loss
+    assert ratio_estimate(steady, [1.0] * 7).is_loss()
+    assert not ratio_estimate(steady[:6], [1.0] * 6).is_loss()  # too few rounds
+    assert ratio_estimate(steady[:6], [1.0] * 6).may_be_loss()
     noisy = [1.3, 0.9, 1.2, 0.85, 1.25, 1.0, 0.95]
     assert ratio_estimate(noisy, [1.0] * 7).ratio > 1.03
-    assert not ratio_estimate(noisy, [1.0] * 7).is_loss
+    assert not ratio_estimate(noisy, [1.0] * 7).is_loss()
 
 
 def record(planner: str, process: str, bottleneck: float, plan_id: str = "p") -> dict[str, object]:
@@ -217,6 +326,24 @@ def test_summary_compares_with_the_best_form_round_by_round() -> None:
     assert undecided([case]) == []
     (short,) = summarize(records[:4])
     assert losses([short]) == [] and [result.planner for _, result in undecided([short])] == ["neuroshard"]
+
+
+def test_all_sharding_types_are_judged_with_collectives_and_apart() -> None:
+    records = [record("torchrec", "0", 10.0), record("neuroshard", "0", 9.0)]
+    for number in range(7):
+        rows = {**record("torchrec", f"{number}", 10.0 + number), "collectives_ms": 10.0}
+        columns = {**record("torchrec_columns_mp16", f"{number}", 11.5 + number), "collectives_ms": 1.0}
+        ours = {**record("neuroshard", f"{number}", 10.5 + number), "collectives_ms": 2.0 + 0.025 * (12.5 + number)}
+        records += [{**each, "sharders": "all"} for each in (rows, columns, ours)]
+    default, every = summarize(records)
+    assert (default.sharders, every.sharders) == ("default", "all")
+    assert [planner.planner for planner in default.planners] == ["torchrec", "neuroshard"]
+    assert every.reference == "torchrec" and every.total_reference == "torchrec_columns_mp16"
+    ours_result = every.planners[-1]
+    assert ours_result.compute is not None and ours_result.compute.ratio > 1.02
+    assert ours_result.total is not None and 1.02 < ours_result.total.ratio < 1.03
+    assert [result.planner for _, result in losses([every])] == ["neuroshard"]
+    assert losses([default]) == []
 
 
 def test_only_whole_rounds_count() -> None:
@@ -259,6 +386,32 @@ def test_comparison_from_end_to_end(
     assert len(lines) == 3
     assert main(arguments) == 0  # plans and measures nothing again
     assert store.read_text().splitlines() == lines
+
+
+def test_comparison_over_all_sharding_types(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    content = json.loads(small_file(tmp_path).read_text())
+    content["tables"][0]["constraint"] = "row_wise"
+    content["tables"][1]["constraint"] = "data_parallel"
+    path, store = tmp_path / "spread.json", tmp_path / "rounds.jsonl"
+    path.write_text(json.dumps(content))
+    arguments = ["--workload", str(path), "--world-size", "2", "--sharders", "all", "--planners", "torchrec"]
+    arguments += ["neuroshard", "--store", str(store), "--plans", str(tmp_path / "plans")]
+    assert main(arguments) == 0
+    assert "all sharding types" in capsys.readouterr().out
+    assert matching_records(store, str(path), 2) == []  # those of the default sharders
+    theirs, ours = matching_records(store, str(path), 2, "all")
+    for measured in (theirs, ours):
+        parts = measured["bucketize_ms"], measured["replicated_ms"]
+        assert min(*parts, *measured["rank_ms"].values()) > 0 and len(measured["rank_ms"]) == 2
+        assert measured["bottleneck_ms"] == pytest.approx(max(measured["rank_ms"].values()) + sum(parts), abs=1e-3)
+    assert theirs["plan_id"] == ours["plan_id"]  # and so measured once
+    assert theirs["bottleneck_ms"] == ours["bottleneck_ms"]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--real-step"])
+    assert "--real-step trains plans of TorchRec's own sharders only" in capsys.readouterr().err
 
 
 def test_bad_input_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Callable
 
 import numpy as np
 import torch
@@ -10,6 +11,9 @@ from numpy.typing import NDArray
 
 from torchrec_neuroshard.access import scatter_ranks
 from torchrec_neuroshard.measure.specs import GroupSpec
+
+# Where a shard's popular rows lie: (number of the shard, popularity ranks) -> row ids.
+Places = Callable[[int, NDArray[np.int64]], NDArray[np.int64]]
 
 
 @dataclass
@@ -44,16 +48,23 @@ def bag_lengths(
     return rng.poisson(pooling_factor, batch_size).astype(np.int64)
 
 
-def synthesize_batch(spec: GroupSpec, rng: np.random.Generator) -> TbeBatch:
-    """Draws one batch for a group: popular rows lie scattered over each table."""
+def synthesize_batch(spec: GroupSpec, rng: np.random.Generator, places: Places | None = None) -> TbeBatch:
+    """Draws one batch for a group.
+
+    Args:
+        spec: the group.
+        rng: source of chance.
+        places: where popular rows lie; None scatters them over each table.
+    """
     indices: list[NDArray[np.int64]] = []
     lengths: list[NDArray[np.int64]] = []
-    for shard in spec.shards:
+    for number, shard in enumerate(spec.shards):
         distribution = shard.distribution()
         for _ in range(shard.num_features):
             feature = bag_lengths(shard.pooling_factor / shard.num_features, spec.batch_size, spec.fixed_length, rng)
             lengths.append(feature)
-            indices.append(scatter_ranks(distribution.sample(int(feature.sum()), rng), shard.rows))
+            ranks = distribution.sample(int(feature.sum()), rng)
+            indices.append(scatter_ranks(ranks, shard.rows) if places is None else places(number, ranks))
     all_indices = np.concatenate(indices)
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
     weights = torch.from_numpy(rng.random(all_indices.size, dtype=np.float32)) if spec.weighted else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Callable
 
 import numpy as np
 import torch
@@ -75,18 +76,29 @@ def build_tbe(
         )
 
 
-def measure_group(spec: GroupSpec, device: torch.device, policy: RepetitionPolicy | None = None) -> GroupTiming:
+def measure_group(
+    spec: GroupSpec,
+    device: torch.device,
+    policy: RepetitionPolicy | None = None,
+    draw: Callable[[np.random.Generator], TbeBatch] | None = None,
+) -> GroupTiming:
     """Measures forward and backward-with-update of one fused group, one thread on CPU as torchrun gives.
 
     Every repetition takes another batch; a few are rotated when fresh ones would cost more than the
     measurement. The backward of a dense group is its full gradient and the optimizer's step (DDP's copies into
     and out of its buckets are not counted).
+
+    Args:
+        spec: the group.
+        device: where it runs.
+        policy: how often it runs.
+        draw: makes a batch that fits the group; None draws what the group says.
     """
     policy = policy or RepetitionPolicy()
     rng = np.random.default_rng(spec.seed)
     fresh = int(_CHEAP_LOOKUPS / max(spec.lookups, 1.0))
     count = int(np.clip(fresh, _MINIMUM_BATCHES, policy.warmup + policy.maximum))
-    batches = [synthesize_batch(spec, rng).to(device) for _ in range(count)]
+    batches = [(synthesize_batch(spec, rng) if draw is None else draw(rng)).to(device) for _ in range(count)]
     tbe = build_tbe(spec, device)
     optimizer = _dense_optimizer(spec, tbe) if isinstance(tbe, DenseTableBatchedEmbeddingBagsCodegen) else None
     gradients = _Gradients(spec, batches, device)
