@@ -20,8 +20,8 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from torchrec_neuroshard import CostModel, NeuroShardPerfEstimator, TableStats
 from torchrec_neuroshard.adapters import compat
-from torchrec_neuroshard.adapters.module_tables import SHARDING_TYPES
 from torchrec_neuroshard.adapters.plan_placement import NoMemory
+from torchrec_neuroshard.adapters.table_constraints import SHARDING_TYPES
 from torchrec_neuroshard.adapters.topology import planning_cluster
 from torchrec_neuroshard.costs.simulator import PlanCost, PlanSimulator
 from torchrec_neuroshard.problem import (

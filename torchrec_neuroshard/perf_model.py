@@ -14,11 +14,11 @@ from torchrec.distributed.types import ModuleSharder
 
 from torchrec_neuroshard.adapters import compat
 from torchrec_neuroshard.adapters.errors import UnsupportedArgumentError
-from torchrec_neuroshard.adapters.module_tables import SHARDING_TYPES
 from torchrec_neuroshard.adapters.names import qualified_name
 from torchrec_neuroshard.adapters.optimizers import optimizer_by_name
 from torchrec_neuroshard.adapters.option_tables import OptionTables
 from torchrec_neuroshard.adapters.plan_placement import NoMemory
+from torchrec_neuroshard.adapters.table_constraints import SHARDING_TYPES
 from torchrec_neuroshard.adapters.table_stats import TableStats
 from torchrec_neuroshard.adapters.topology import planning_cluster
 from torchrec_neuroshard.costs.model import CostModel

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import Enumerator, ParameterConstraints, ShardingOption, Topology
+from torchrec.distributed.planner.types import Enumerator, ParameterConstraints, PlannerError, ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from torchrec_neuroshard.adapters.compat import sharder_key
+from torchrec_neuroshard.adapters.compat import error_type, sharder_key
 from torchrec_neuroshard.adapters.module_kinds import delegation_reason
 from torchrec_neuroshard.adapters.module_tables import shardable_tables
 
@@ -97,7 +97,15 @@ def delegate(
         stats=[],
         timeout_seconds=None if timeout_seconds is None else max(1, int(timeout_seconds)),
     )
-    plan = planner.plan(module, theirs)
+    try:
+        plan = planner.plan(module, theirs)
+    except PlannerError:
+        raise
+    except Exception as error:
+        named = ", ".join(f"{path or '(root)'} ({kind})" for path, (kind, _, _) in modules.items())
+        raise PlannerError(
+            f"TorchRec's planner, which plans {named}, failed with {type(error).__name__}: {error}", error_type("OTHER")
+        ) from error
     options = list(planner._best_plan or [])
     for option in options:
         for rank, shard in enumerate(option.shards):

@@ -6,12 +6,14 @@ import math
 from typing import Any, Mapping, Sequence
 
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from torchrec_neuroshard.access import ID_ORDERS
-from torchrec_neuroshard.adapters.module_tables import DATA_TYPES, DENSE, SHARDING_TYPES
+from torchrec_neuroshard.adapters.module_kinds import module_kind
+from torchrec_neuroshard.adapters.module_tables import DATA_TYPES
 from torchrec_neuroshard.adapters.optimizers import FusedOptimizer, optimizer_of
 from torchrec_neuroshard.adapters.plan_placement import DEFAULT_LOAD_FACTOR, spread_of
+from torchrec_neuroshard.adapters.table_constraints import DENSE, SHARDING_TYPES
 from torchrec_neuroshard.adapters.table_stats import TableStats
 from torchrec_neuroshard.problem import (
     DATA_PARALLEL,
@@ -136,10 +138,7 @@ class OptionTables:
 
 def _num_features(option: ShardingOption) -> int:
     """Features that look the table up."""
-    module, configs = option.module[1], []
-    if isinstance(module, EmbeddingBagCollection):
-        configs = module.embedding_bag_configs()
-    elif isinstance(module, EmbeddingCollection):
-        configs = module.embedding_configs()
+    kind = module_kind(option.module[1])
+    configs = kind.configs if kind is not None else ()
     found = (len(config.feature_names) for config in configs if config.name == option.name)
     return max(1, next(found, len(option.input_lengths)))
