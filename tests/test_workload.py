@@ -127,7 +127,7 @@ def test_constraints_as_object_and_as_words(constraint: Any, expected: dict, cac
         (workload({**TABLE, "reuse_histogram_lookups": 50}), r"reuse_histogram_lookups.*no 'reuse_histogram'"),
         (workload({**TABLE, "weighted": "yes"}), r"tables\[0\].weighted"),
         (workload({**TABLE, "data_type": "int4"}), r"tables\[0\].data_type"),
-        (workload({**TABLE, "unpooled": True}), r"tables\[0\].unpooled.*remove the table"),
+        (workload({**TABLE, "unpooled": True, "weighted": True}), r"tables\[0\].weighted.*take no weights"),
         (workload({**TABLE, "constraint": "colum_wise"}), r"tables\[0\].constraint.*column_wise"),
         (workload({**TABLE, "constraint": "row_wise load_factor"}), r"tables\[0\].constraint.*load_factor"),
         (workload({**TABLE, "constraint": {"sharding_type": "row_wise"}}), r"constraint.*sharding_types"),

@@ -228,10 +228,11 @@ def _parse_table(
     if dim % WIDTH_MULTIPLE:
         nearest = -(-dim // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
         raise reader.fail(place, "embedding_dim", f"a multiple of {WIDTH_MULTIPLE} for FBGEMM (pad to {nearest})", dim)
-    if reader.flag(entry, "unpooled", place):
+    unpooled, weighted = reader.flag(entry, "unpooled", place), reader.flag(entry, "weighted", place)
+    if unpooled and weighted:
         raise WorkloadError(
-            f"{reader.where}: field '{place}.unpooled': sequence tables (EmbeddingCollection) are not supported yet; "
-            "remove the table or the field"
+            f"{reader.where}: field '{place}.weighted': sequence tables (unpooled, in an EmbeddingCollection) take no "
+            "weights; remove one of the two fields"
         )
     features, feature_pooling = _parse_features(reader, entry, name, place)
     alpha = reader.optional_number(entry, "alpha", place)
@@ -246,11 +247,12 @@ def _parse_table(
         embedding_dim=dim,
         pooling_factor=sum(feature_pooling),
         num_features=len(features),
-        weighted=reader.flag(entry, "weighted", place),
+        weighted=weighted,
         data_type=reader.choice(entry, "data_type", place, _DATA_TYPES, "fp32"),
         optimizer=optimizer,
         access=access,
         id_order=reader.choice(entry, "id_order", place, _ID_ORDERS, default_order),
+        unpooled=unpooled,
     )
     return _Row(table, alpha, features, feature_pooling, constraint, cache)
 

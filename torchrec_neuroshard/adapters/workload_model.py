@@ -7,11 +7,12 @@ from typing import Any, Iterable, Mapping
 import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CacheParams, ModuleSharder
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_neuroshard.adapters.table_stats import TableStats
@@ -30,11 +31,13 @@ _LEARNING_RATE = 0.01
 class WorkloadModel(nn.Module):
     """Holds a workload's tables, the weighted ones apart: one collection takes per-sample weights or it does not.
 
-    A collection without tables is absent.
+    Sequence tables are in one collection for each width, because an EmbeddingCollection has one. A collection without
+    tables is absent.
 
     Attributes:
         ebc: the unweighted tables.
         weighted_ebc: the weighted tables.
+        ec_64, ...: the sequence tables of 64 columns, and so on.
     """
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
@@ -43,10 +46,12 @@ class WorkloadModel(nn.Module):
             configs = embedding_configs(workload, weighted)
             if configs:
                 self.add_module(name, EmbeddingBagCollection(configs, is_weighted=weighted, device=device))
+        for dim in sorted({table.embedding_dim for table in workload.tables if table.unpooled}):
+            self.add_module(f"ec_{dim}", EmbeddingCollection(_sequence_configs(workload, dim), device=device))
 
 
 def embedding_configs(workload: Workload, weighted: bool) -> list[EmbeddingBagConfig]:
-    """TorchRec's configs of the weighted, or of the unweighted, tables of a workload."""
+    """TorchRec's configs of the weighted, or of the unweighted, pooled tables of a workload."""
     return [
         EmbeddingBagConfig(
             name=table.name,
@@ -56,7 +61,21 @@ def embedding_configs(workload: Workload, weighted: bool) -> list[EmbeddingBagCo
             data_type=_DATA_TYPES[table.data_type],
         )
         for table, features in zip(workload.tables, workload.features)
-        if table.weighted == weighted
+        if table.weighted == weighted and not table.unpooled
+    ]
+
+
+def _sequence_configs(workload: Workload, dim: int) -> list[EmbeddingConfig]:
+    return [
+        EmbeddingConfig(
+            name=table.name,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=dim,
+            feature_names=list(features),
+            data_type=_DATA_TYPES[table.data_type],
+        )
+        for table, features in zip(workload.tables, workload.features)
+        if table.unpooled and table.embedding_dim == dim
     ]
 
 
@@ -78,7 +97,7 @@ def embedding_model(workload: Workload, device: str = "meta") -> nn.Module:
 
 def sharders() -> list[ModuleSharder[nn.Module]]:
     """The sharders for :func:`embedding_model`."""
-    return [EmbeddingBagCollectionSharder()]
+    return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
 
 
 def parameter_constraints(

@@ -49,6 +49,7 @@ def _group_spec(problem: ShardingProblem, shards: list[Shard], seed: int) -> Gro
         optimizer=first.optimizer,
         data_type=first.data_type,
         weighted=first.weighted,
+        pooling="none" if first.unpooled else "sum",
         seed=seed,
     )
 
