@@ -29,11 +29,17 @@ ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".venv" / "torchrec-versions"
 VERSIONS = ("1.6.1", "1.7.0", "1.8.0", "1.9.2")  # the last of each minor release that this package supports
 
-# The planner, DistributedModelParallel on two gloo ranks, the estimator, statistics, TorchRec's own costs, the CLI.
+# The planner, DistributedModelParallel on gloo ranks, checkpoints, constraints, the behaviours that
+# TorchRec's own tests check, the estimator, statistics, TorchRec's own costs, the CLI.
 # Not the examples: torchrec.datasets needs iopath up to 1.7.
 FILES = (
     "tests/test_planner.py",
     "tests/test_planner_distributed.py",
+    "tests/test_parity.py",
+    "tests/test_checkpoints.py",
+    "tests/test_constraints.py",
+    "tests/test_torchrec_behaviours.py",
+    "tests/test_traps.py",
     "tests/test_estimator.py",
     "tests/test_table_stats.py",
     "tests/test_row_wise.py",

@@ -239,9 +239,15 @@ def test_plans_pass_torchrecs_validators() -> None:
     ours = planner()
     plan = ours.plan(module=model, sharders=sharders)
     assert set(plan.plan) == {"sparse.ebc"}
-    torchrec_planners.validate_modules_inclusion_in_sharding_plan(plan, model, sharders)
-    torchrec_planners.validate_rank_assignment(plan, ours._topology)
-    torchrec_planners.validate_compute_kernels(ours.get_selected_options())
+    arguments: dict[str, tuple[Any, ...]] = {
+        "validate_modules_inclusion_in_sharding_plan": (plan, model, sharders),
+        "validate_rank_assignment": (plan, ours._topology),
+        "validate_compute_kernels": (ours.get_selected_options(),),
+    }
+    known = [name for name in dir(torchrec_planners) if name.startswith("validate_")]
+    assert "validate_rank_assignment" in known and set(known) <= set(arguments)
+    for name in known:
+        getattr(torchrec_planners, name)(*arguments[name])
 
 
 @pytest.fixture
