@@ -6,7 +6,7 @@ Weights: under any other plan, whatever the sharding types and the widths of col
 Optimizer state: under the same plan always. Under another plan element-wise state (Adagrad) reshards like weights, and
 row-wise state (row-wise Adagrad) where neither plan splits the table's columns.
 
-What cannot work, and is TorchRec's doing (1.8):
+What cannot work, and is TorchRec's doing (1.6 to 1.9):
 
 * ``model.load_state_dict(state)`` of *sharded* tensors when a table's column shards differ in width: TorchRec views
   every rank's shard as if it were as wide as the table's first, and raises "size mismatch". It is not needed after

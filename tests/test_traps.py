@@ -130,3 +130,19 @@ def test_row_blocks_of_a_plan_are_the_run_times() -> None:
     assert [(offset, size) for offset, size, _ in entry["shards"]] == [
         ([rank * block, 0], [min(block, rows - rank * block), 64]) for rank in range(ranks)
     ]
+
+
+def test_a_plan_says_when_load_state_dict_will_not_take_its_shards() -> None:
+    def notes(ranks: int) -> tuple[set[int], list[str]]:
+        none = FixedPercentageStorageReservation(percentage=0.0)
+        limits = {"t": ParameterConstraints(sharding_types=["column_wise"])}
+        ours = planner(topology=cpu_topology(ranks, 1), storage_reservation=none, constraints=limits)
+        plan = ours.plan(bag_collection(bag_config("t", 10_000, 64)), bag_sharders())  # 2.4 MiB, on ranks of 1
+        assert ours.report is not None
+        widths = {size[1] for _, size, _ in plan_json(plan)[""]["t"]["shards"]}
+        return widths, [note for note in ours.report.notes if "load_state_dict" in note]
+
+    widths, found = notes(3)  # 64 columns do not divide by three
+    assert len(widths) > 1 and len(found) == 1 and "1 table(s) differ in width (t)" in found[0]
+    widths, found = notes(4)
+    assert (len(widths) > 1) == bool(found)

@@ -66,7 +66,7 @@ from torchrec_neuroshard.problem import (
     ShardingProblem,
 )
 from torchrec_neuroshard.report.plan_report import PlanReport
-from torchrec_neuroshard.report.reasons import host_memory_reasons, spread_reasons
+from torchrec_neuroshard.report.reasons import checkpoint_notes, host_memory_reasons, spread_reasons
 from torchrec_neuroshard.search import SearchConfig
 
 logger = logging.getLogger(__name__)
@@ -322,6 +322,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
             plan.plan.update(delegated.plan.plan)
             options = [*options, *delegated.options]
         notes += [*spread_reasons(simulator, placement, cost), *host_memory_reasons(problem)]
+        notes += checkpoint_notes(problem, placement)
         if self._search.prove_bound and result.lower_bound_ms is None:
             self._warn(
                 notes,

@@ -1,4 +1,4 @@
-"""Why a plan spreads tables over ranks, in words."""
+"""Why a plan places tables as it does, and what follows from it, in words."""
 
 from __future__ import annotations
 
@@ -55,3 +55,28 @@ def host_memory_reasons(problem: ShardingProblem) -> list[str]:
     if len(result) > _NAMED:
         result[_NAMED:] = [f"{len(result) - _NAMED} more tables lie in host memory."]
     return result
+
+
+def checkpoint_notes(problem: ShardingProblem, placement: Placement) -> list[str]:
+    """Says how to load weights where TorchRec's ``load_state_dict`` cannot; nothing where it can.
+
+    TorchRec (up to 1.9) views every column shard of a table as if it were as wide as the table's first one.
+
+    Args:
+        problem: what was planned.
+        placement: the plan.
+    """
+    widths: dict[int, set[int]] = {}
+    for shard in placement.shards:
+        widths.setdefault(shard.table, set()).add(shard.width)
+    for table, spread in enumerate(placement.spreads):
+        if spread is not None:
+            widths[table] = {width for width, _ in spread.pieces}
+    uneven = [problem.tables[table].name for table, found in sorted(widths.items()) if len(found) > 1]
+    if not uneven:
+        return []
+    return [
+        f"Column shards of {len(uneven)} table(s) differ in width ({', '.join(uneven[:_NAMED])}"
+        f"{', ...' if len(uneven) > _NAMED else ''}): torch.distributed.checkpoint.load into model.state_dict() loads "
+        "them, and model.load_state_dict of that sharded state, which TorchRec refuses, is not to be called after it."
+    ]
