@@ -81,6 +81,8 @@ class Table:
         unpooled: every row looked up is returned (EmbeddingCollection), not one sum for each bag.
         kernel: where rows lie, one of :data:`FUSED_KERNELS`.
         load_factor: share of the rows that the cache of "fused_uvm_caching" holds; 0 for other kernels.
+        wire_bytes: bytes of an embedding value in the output collectives, the mean of forward and backward.
+        settings: kernel settings that all tables of a TBE share.
     """
 
     name: str
@@ -97,6 +99,8 @@ class Table:
     unpooled: bool = False
     kernel: str = FUSED
     load_factor: float = 0.0
+    wire_bytes: float = 4.0
+    settings: str = ""
 
     @cached_property
     def distribution(self) -> AccessDistribution:
@@ -110,13 +114,17 @@ class Table:
 
     @property
     def outputs(self) -> float:
-        """Rows of the table's width that a sample gets: one for each bag, or for each id of an unpooled table."""
-        return self.pooling_factor if self.unpooled else float(self.num_features)
+        """Rows of the table's width that a sample gets: one for each bag, or for each id of an unpooled table.
+
+        In fp32: half of one where values of two bytes travel.
+        """
+        return (self.pooling_factor if self.unpooled else float(self.num_features)) * self.wire_bytes / 4.0
 
     def group_key(self, sharding_type: str) -> tuple[str, ...]:
-        """What shards on one rank must agree in for one TBE to serve them."""
+        """What shards on one rank must agree in for one TBE to serve them, wherever their rows lie."""
         weighted = "weighted" if self.weighted else "unweighted"
-        return (self.module, sharding_type, self.data_type, weighted, self.optimizer, self.kernel)
+        family = FUSED if self.kernel in FUSED_KERNELS else self.kernel
+        return (self.module, sharding_type, self.data_type, weighted, self.optimizer, family, self.settings)
 
 
 @dataclass(frozen=True)

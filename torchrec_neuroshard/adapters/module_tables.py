@@ -19,6 +19,7 @@ from torchrec_neuroshard.adapters.names import qualified_name, unique_names
 from torchrec_neuroshard.adapters.optimizers import FusedOptimizer, optimizer_of
 from torchrec_neuroshard.adapters.table_constraints import allowed_options, check_device, check_numbers, pooling_of
 from torchrec_neuroshard.adapters.table_stats import TableStats
+from torchrec_neuroshard.adapters.wire import grouping_settings, wire_bytes
 from torchrec_neuroshard.problem import (
     COLUMN_WISE,
     DATA_PARALLEL,
@@ -161,7 +162,8 @@ def collect_tables(
         allowed_types, kernels = allowed_options(full_name, constraint, types[key], kind.processed)
         if kind.unpooled and set(allowed_types) - {COLUMN_WISE, DATA_PARALLEL}:  # equal shards only: a last resort
             allowed_types = tuple(type_ for type_ in allowed_types if type_ != COLUMN_WISE)
-        optimizer = optimizer_of(parameter, {**fused_params_of(sharder), **kind.fused_params})
+        fused_params = {**fused_params_of(sharder), **kind.fused_params}
+        optimizer = optimizer_of(parameter, fused_params)
         pooling, input_lengths = pooling_of(path, config, constraint, batch_size, table_stats)
         tables.append(
             ShardableTable(
@@ -183,6 +185,8 @@ def collect_tables(
                     module=path,
                     id_order=table_stats.id_order(path, name) if table_stats else ID_ORDERS[0],
                     unpooled=kind.unpooled,
+                    wire_bytes=wire_bytes(sharder, fused_params, constraint, kind.unpooled),
+                    settings=grouping_settings(constraint),
                 ),
                 sharding_types=allowed_types,
                 kernels=kernels,

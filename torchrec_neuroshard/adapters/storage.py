@@ -147,15 +147,16 @@ class ShardStorage:
 
 
 def _cache_widths(tables: Sequence[ShardableTable]) -> list[int]:
-    """[tables] columns of a slot of the cache that serves each table: those of the widest table of its TBE.
+    """[tables] columns of a slot of the cache that serves each table: those of the widest cached table of its TBE.
 
     FBGEMM has one cache for a TBE. Where its widest table is cut, slots are narrower than this.
     """
     keys = [entry.table.group_key("") for entry in tables]
     widest: dict[tuple[str, ...], int] = {}
     for key, entry in zip(keys, tables):
-        widest[key] = max(widest.get(key, 0), entry.table.embedding_dim)
-    return [widest[key] for key in keys]
+        if entry.table.kernel == UVM_CACHING:
+            widest[key] = max(widest.get(key, 0), entry.table.embedding_dim)
+    return [widest.get(key, 0) for key in keys]
 
 
 def reserved_topology(

@@ -109,7 +109,8 @@ def spread_columns(problem: ShardingProblem, index: int, spread: Spread) -> NDAr
     if spread.kind == DATA_PARALLEL or (spread.kind in ROW_TYPES and not table.unpooled):
         return np.zeros(len(problem.blocks(index, spread)))
     if spread.kind in ROW_TYPES:
-        return np.asarray([work.pooling_factor * work.dim for work in spread_work(problem, index, spread)])
+        work = spread_work(problem, index, spread)
+        return np.asarray([block.pooling_factor * block.dim * table.wire_bytes / 4.0 for block in work])
     return np.asarray([block.width * table.outputs for block in problem.blocks(index, spread)])
 
 
@@ -138,7 +139,7 @@ def _row_wise_ms(problem: ShardingProblem, collectives: CollectiveModel, tables:
     """[2] reduce-scatter and all-gather of one module's row-wise tables."""
     shape = (problem.cluster.world_size, problem.cluster.local_world_size)
     pooled = [problem.tables[t] for t in tables if not problem.tables[t].unpooled]
-    columns = np.asarray([sum(float(table.embedding_dim * table.num_features) for table in pooled)])
+    columns = np.asarray([sum(table.embedding_dim * table.outputs for table in pooled)])
     return np.concatenate(
         [
             collectives.reduce_scatter(problem.batch_size, columns, *shape),
@@ -159,7 +160,7 @@ def _within_hosts_ms(
     columns = np.zeros(hosts)
     for table, spread in tables.items():
         for width, rank in spread.pieces:
-            columns[rank // per_host] += width * problem.tables[table].num_features
+            columns[rank // per_host] += width * problem.tables[table].outputs
     if not columns.any():
         return np.zeros(2)
     widest = columns.max(keepdims=True)
