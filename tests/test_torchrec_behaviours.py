@@ -183,7 +183,7 @@ def test_the_context_hash_is_torchrecs() -> None:
     assert first.hash_planner_context_inputs() == before
 
 
-@pytest.mark.parametrize("argument", ["plan_loader", "proposer", "partitioner", "performance_model"])
+@pytest.mark.parametrize("argument", ["proposer", "partitioner", "performance_model"])
 def test_components_that_the_search_replaces_are_refused_with_a_remedy(argument: str) -> None:
     with pytest.raises(UnsupportedArgumentError, match=f"{argument}= is not supported: .{{20,}}"):
         planner(**{argument: object()})

@@ -10,22 +10,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchrec_neuroshard.adapters.saved_plan import PlanFile
     from torchrec_neuroshard.adapters.table_stats import TableStats
     from torchrec_neuroshard.costs.model import CostModel
     from torchrec_neuroshard.estimator import NeuroShardPerfEstimator
     from torchrec_neuroshard.perf_model import NeuroShardPerfModel
     from torchrec_neuroshard.planner import NeuroShardPlanner
 
-__all__ = ["CostModel", "NeuroShardPerfEstimator", "NeuroShardPerfModel", "NeuroShardPlanner", "TableStats"]
+__all__ = ["CostModel", "NeuroShardPerfEstimator", "NeuroShardPerfModel", "NeuroShardPlanner", "PlanFile", "TableStats"]
 
 _HOMES = {
     "CostModel": "torchrec_neuroshard.costs.model",
     "NeuroShardPerfEstimator": "torchrec_neuroshard.estimator",
     "NeuroShardPerfModel": "torchrec_neuroshard.perf_model",
     "NeuroShardPlanner": "torchrec_neuroshard.planner",
+    "PlanFile": "torchrec_neuroshard.adapters.saved_plan",
     "TableStats": "torchrec_neuroshard.adapters.table_stats",
 }
-_NEEDS_TORCHREC = {"NeuroShardPerfEstimator", "NeuroShardPerfModel", "NeuroShardPlanner", "TableStats"}
+_NEEDS_TORCHREC = {"NeuroShardPerfEstimator", "NeuroShardPerfModel", "NeuroShardPlanner", "PlanFile", "TableStats"}
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ from torchrec_neuroshard.adapters.errors import UnsupportedArgumentError
 from torchrec_neuroshard.adapters.names import qualified_name
 from torchrec_neuroshard.adapters.optimizers import optimizer_by_name
 from torchrec_neuroshard.adapters.option_tables import OptionTables
-from torchrec_neuroshard.adapters.plan_placement import NoMemory
+from torchrec_neuroshard.adapters.plan_placement import NoMemory, option_placement
 from torchrec_neuroshard.adapters.table_constraints import SHARDING_TYPES
 from torchrec_neuroshard.adapters.table_stats import TableStats
 from torchrec_neuroshard.adapters.topology import planning_cluster
@@ -28,8 +28,6 @@ from torchrec_neuroshard.problem import (
     FUSED_KERNELS,
     WIDTH_MULTIPLE,
     Pipeline,
-    Placement,
-    Shard,
     ShardingProblem,
     TableOptions,
 )
@@ -103,16 +101,10 @@ class NeuroShardPerfModel(PerfModel):
         options = sorted(plan, key=lambda option: option.fqn)  # sums do not depend on the order of the plan
         covered = [option for option in options if self._read.covers(option)]
         simulator = self._simulator(covered, plan[0].batch_size)
-        shards = [
-            Shard(table, int(shard.offset[1]), int(shard.size[1]), int(shard.rank or 0))
-            for table, option in enumerate(covered)
-            if self._read.spread(option) is None
-            for shard in sorted(option.shards, key=lambda shard: shard.offset[1])
-        ]
+        placement = option_placement(covered, self._cluster)
         # Asked here, so that they are kept where spread tables make a simulator of their own.
-        simulator.kinds((shard.table, shard.width) for shard in shards)
-        types = tuple(option.sharding_type for option in covered)
-        cost = simulator.cost(Placement(tuple(shards), types, tuple(self._read.spread(option) for option in covered)))
+        simulator.kinds((shard.table, shard.width) for shard in placement.shards)
+        cost = simulator.cost(placement)
         if len(covered) == len(options):
             return cost.total_ms
         rank_ms = np.stack([cost.forward_ms, cost.backward_ms], axis=1)

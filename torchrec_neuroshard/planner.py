@@ -43,8 +43,10 @@ from torchrec_neuroshard.adapters.errors import (
     insufficient_storage,
     to_plain,
 )
+from torchrec_neuroshard.adapters.loaded_plan import load_plan
 from torchrec_neuroshard.adapters.module_tables import COLUMN_SPLITS, ShardableTable, collect_tables
 from torchrec_neuroshard.adapters.plan_estimates import set_estimates
+from torchrec_neuroshard.adapters.saved_plan import plan_inputs
 from torchrec_neuroshard.adapters.sharding_plan import one_shard_per_rank, sharding_options
 from torchrec_neuroshard.adapters.split_search import SplitSearch
 from torchrec_neuroshard.adapters.storage import ShardStorage, capacity_of, reserved_topology
@@ -78,8 +80,6 @@ _REMEDIES = {
     "partitioner": "NeuroShardPlanner places shards itself: drop the argument",
     "performance_model": "plans are rated by simulating them with the cost model: drop the argument, and give your own "
     "costs as cost_model=",
-    "plan_loader": "TorchRec's storage hash cannot tell uneven column splits apart: keep the ShardingPlan itself "
-    "(it pickles) and pass it to DistributedModelParallel(plan=...)",
 }
 
 
@@ -100,7 +100,8 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         debug: whether stats print everything.
         callbacks: functions from a plan's sharding options to those to use instead.
         timeout_seconds: planning stops improving the plan in time to return it about then.
-        plan_loader: not supported, see the error.
+        plan_loader: where a plan comes from instead of a search, when it has one that suits the model and fits (see
+            ``adapters.saved_plan.PlanFile``).
         enumerator: its storage estimators say what shards take, and its performance estimators what they cost with
             cost_model="torchrec". What stats print is the cost model's prediction.
         proposer: not supported, see the error.
@@ -119,6 +120,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
 
     Attributes:
         report: prediction and provenance of the last plan; None before the first, and when there was no table.
+        plan_inputs: what it was made for, which ``PlanFile`` keeps; None on ranks that were sent the plan.
 
     Raises:
         UnsupportedArgumentError: an argument cannot be honoured; the message says what to do instead.
@@ -153,9 +155,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         seed: int = 0,
         hardware: str | None = None,
     ) -> None:
-        _reject(
-            plan_loader=plan_loader, proposer=proposer, partitioner=partitioner, performance_model=performance_model
-        )
+        _reject(proposer=proposer, partitioner=partitioner, performance_model=performance_model)
         if column_split not in COLUMN_SPLITS:
             raise UnsupportedArgumentError(f"column_split must be one of {COLUMN_SPLITS}, got {column_split!r}")
         if pipeline not in tuple(Pipeline):
@@ -200,6 +200,8 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
             self._search = dataclasses.replace(self._search, timeout_seconds=float(timeout_seconds))
         self._hardware = hardware
         self._said: set[str] = set()
+        self.plan_loader = plan_loader
+        self.plan_inputs: dict[str, Any] | None = None
         self.report: PlanReport | None = None
         # Read by TorchRec's own tools.
         self._num_proposals = 0
@@ -263,7 +265,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
             CostModelError: the cost model cannot be loaded.
         """
         begun = perf_counter()
-        self.report, self._best_plan = None, None
+        self.report, self._best_plan, self.plan_inputs = None, None, None
         self._num_proposals = self._num_plans = 0
         sharders = get_default_sharders() if sharders is None else sharders
         topology = self._topology
@@ -299,8 +301,12 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
             tables, cluster, self._batch_size, storage, objective, self._column_split, self._search,
             lambda: self._seconds_left(begun, gathered), delegated.rank_ms if delegated.modules else None,
         )  # fmt: skip
+        inputs = plan_inputs(tables, topology, self._batch_size, self._constraints)
         try:
-            problem, result = search.find(lambda message: self._warn(notes, message), notes.append)
+            problem, result = load_plan(
+                self.plan_loader, search, inputs,
+                lambda: compat.context_hash(self, self._enumerator, module, sharders), notes.append,
+            ) or search.find(lambda message: self._warn(notes, message), notes.append)  # fmt: skip
         except InfeasibleError as error:
             raise insufficient_storage(error, cluster.world_size, self._batch_size) from error
         placement = one_shard_per_rank(problem, result.placement)
@@ -334,7 +340,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         for sentence in uncertainty.sentences() if uncertainty is not None else ():
             self._warn(notes, sentence)
         self._num_proposals, self._num_plans = len(result.log), 1
-        self._best_plan = options
+        self._best_plan, self.plan_inputs = options, inputs
         self.report = PlanReport(
             tables=problem.tables,
             cluster=dataclasses.replace(cluster, capacity=capacity_of(left)),

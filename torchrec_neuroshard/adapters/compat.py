@@ -11,6 +11,7 @@ from torch import nn
 from torchrec.distributed.planner import planners as torchrec_planners
 from torchrec.distributed.planner import types as planner_types
 from torchrec.distributed.planner import utils as planner_utils
+from torchrec.distributed.planner.planners import EmbeddingPlannerBase
 from torchrec.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from torchrec.distributed.planner.types import (
     Enumerator,
@@ -192,6 +193,28 @@ def validate_plan(
             validator(*arguments)
 
 
+def context_hash(
+    planner: EmbeddingPlannerBase,
+    enumerator: Enumerator,
+    module: nn.Module,
+    sharders: list[ModuleSharder[nn.Module]],
+) -> str | None:
+    """TorchRec's hash of a planner's inputs, which it enumerates for it; None where it cannot tell (since 1.9).
+
+    Args:
+        planner: whose storage reservation was asked before.
+        enumerator: the planner's.
+        module: the model.
+        sharders: of its modules.
+    """
+    unstable = getattr(planner_types, "PlannerContextFingerprintError", ())
+    enumerator.enumerate(module, sharders)
+    try:
+        return planner.hash_planner_context_inputs_str()
+    except unstable:
+        return None
+
+
 def log_stats(stats: Stats, **arguments: Any) -> None:
     """Calls ``stats.log`` with those of the arguments that it accepts."""
     parameters = inspect.signature(stats.log).parameters
@@ -201,6 +224,7 @@ def log_stats(stats: Stats, **arguments: Any) -> None:
 
 __all__ = [
     "PlannerError",
+    "context_hash",
     "default_storage_reservation",
     "error_type",
     "estimate",

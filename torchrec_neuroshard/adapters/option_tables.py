@@ -12,7 +12,7 @@ from torchrec_neuroshard.access import ID_ORDERS
 from torchrec_neuroshard.adapters.module_kinds import module_kind
 from torchrec_neuroshard.adapters.module_tables import DATA_TYPES
 from torchrec_neuroshard.adapters.optimizers import FusedOptimizer, optimizer_of
-from torchrec_neuroshard.adapters.plan_placement import DEFAULT_LOAD_FACTOR, spread_of
+from torchrec_neuroshard.adapters.plan_placement import option_kernel, spread_of
 from torchrec_neuroshard.adapters.table_constraints import DENSE, SHARDING_TYPES
 from torchrec_neuroshard.adapters.table_stats import TableStats
 from torchrec_neuroshard.problem import (
@@ -21,7 +21,6 @@ from torchrec_neuroshard.problem import (
     FUSED_KERNELS,
     ROW_TYPES,
     SPREAD_TYPES,
-    UVM_CACHING,
     Cluster,
     Spread,
     Table,
@@ -107,10 +106,7 @@ class OptionTables:
 
     def _kernel(self, option: ShardingOption) -> tuple[str, float]:
         """(kernel, load factor) as a :class:`Table` has them."""
-        if not self.covers(option) or option.compute_kernel == DENSE:
-            return FUSED, 0.0
-        load_factor = option.cache_load_factor or DEFAULT_LOAD_FACTOR
-        return option.compute_kernel, load_factor if option.compute_kernel == UVM_CACHING else 0.0
+        return option_kernel(option) if self.covers(option) else (FUSED, 0.0)
 
     def _pooling_factor(self, option: ShardingOption, features: int) -> float:
         """Mean ids per sample over all features."""

@@ -1,4 +1,4 @@
-"""From TorchRec's ``ShardingPlan`` back to a placement, so that any planner's plan can be simulated."""
+"""From TorchRec's plans and sharding options back to a placement, so that any planner's plan can be simulated."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.adapters.module_tables import ShardableTable
@@ -95,6 +96,39 @@ def spread_of(kind: str, pieces: Sequence[tuple[int, int]], cluster: Cluster) ->
         size = cluster.ranks_per_host
         pieces = [(width, rank // size * size) for width, rank in pieces[::size]]
     return Spread(kind, tuple(pieces))
+
+
+def option_placement(options: Sequence[ShardingOption], cluster: Cluster) -> Placement:
+    """The placement that stands for sharding options with ranks, table by table.
+
+    Args:
+        options: one for each table, of types and kernels that the simulator knows.
+        cluster: the ranks.
+    """
+    shards: list[Shard] = []
+    spreads: list[Spread | None] = []
+    kernels: list[tuple[str, float]] = []
+    for table, option in enumerate(options):
+        kernels.append(option_kernel(option))
+        pieces = [(int(shard.size[1]), int(shard.rank or 0)) for shard in option.shards]
+        if option.sharding_type in SPREAD_TYPES:
+            spreads.append(spread_of(option.sharding_type, pieces, cluster))
+            continue
+        spreads.append(None)
+        offsets = [int(shard.offset[1]) for shard in option.shards]
+        shards += sorted(
+            (Shard(table, offset, *piece) for offset, piece in zip(offsets, pieces)), key=lambda shard: shard.offset
+        )
+    types = tuple(option.sharding_type for option in options)
+    return Placement(tuple(shards), types, tuple(spreads), tuple(kernels))
+
+
+def option_kernel(option: ShardingOption) -> tuple[str, float]:
+    """(kernel, load factor) of an option, as a problem's tables have them."""
+    if option.compute_kernel == DENSE:
+        return FUSED, 0.0
+    load_factor = option.cache_load_factor or DEFAULT_LOAD_FACTOR
+    return option.compute_kernel, load_factor if option.compute_kernel == UVM_CACHING else 0.0
 
 
 class NoMemory:

@@ -60,7 +60,7 @@ class SplitSearch:
             InfeasibleError: the tables do not fit.
         """
         problem = self._problem(self.column_split)
-        narrower = self._problem("any") if self.column_split == "auto" else problem
+        narrower = self.narrowest()
         held_back = narrower.options != problem.options
         try:
             result = self._search(problem)
@@ -76,6 +76,10 @@ class SplitSearch:
         if held_back:
             self._note_narrower_gain(narrower, result, note)
         return problem, result
+
+    def narrowest(self) -> ShardingProblem:
+        """The problem with the narrowest shards that ``column_split`` can lead to."""
+        return self._problem("any" if self.column_split == "auto" else self.column_split)
 
     def _search(self, problem: ShardingProblem) -> SearchResult:
         left = self.seconds_left()
