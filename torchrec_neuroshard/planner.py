@@ -15,7 +15,6 @@ from typing import Any, Callable
 
 import numpy as np
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import nn
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.planners import EmbeddingPlannerBase, to_sharding_plan
@@ -35,7 +34,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_neuroshard.adapters import compat
-from torchrec_neuroshard.adapters.delegation import delegate, delegated_modules
+from torchrec_neuroshard.adapters.delegation import Delegated, delegate, delegated_modules
 from torchrec_neuroshard.adapters.errors import (
     UnsupportedArgumentError,
     as_planner_error,
@@ -43,29 +42,25 @@ from torchrec_neuroshard.adapters.errors import (
     insufficient_storage,
     to_plain,
 )
+from torchrec_neuroshard.adapters.found_plan import FoundPlan
 from torchrec_neuroshard.adapters.loaded_plan import load_plan
 from torchrec_neuroshard.adapters.module_tables import COLUMN_SPLITS, ShardableTable, collect_tables
-from torchrec_neuroshard.adapters.plan_estimates import set_estimates
+from torchrec_neuroshard.adapters.planning_notes import Notes, note_assumptions, note_changed_numerics, note_coverage
 from torchrec_neuroshard.adapters.saved_plan import plan_inputs
-from torchrec_neuroshard.adapters.sharding_plan import one_shard_per_rank, sharding_options
 from torchrec_neuroshard.adapters.split_search import SplitSearch
 from torchrec_neuroshard.adapters.storage import ShardStorage, capacity_of, reserved_topology
 from torchrec_neuroshard.adapters.table_stats import TableStats
 from torchrec_neuroshard.adapters.topology import DetectedMachine, planning_cluster
 from torchrec_neuroshard.adapters.torchrec_costs import NAME as TORCHREC_COSTS
 from torchrec_neuroshard.adapters.torchrec_costs import torchrec_objective
-from torchrec_neuroshard.costs.additive_simulator import Objective, simulate
-from torchrec_neuroshard.costs.coverage import unmeasured_kinds
+from torchrec_neuroshard.costs.additive_simulator import Objective
 from torchrec_neuroshard.costs.hardware import HARDWARE
 from torchrec_neuroshard.costs.model import CostModel, shipped_models
-from torchrec_neuroshard.costs.plan_uncertainty import plan_uncertainty
 from torchrec_neuroshard.costs.registry import resolve_cost_model
 from torchrec_neuroshard.problem import (
     Cluster,
     InfeasibleError,
     Pipeline,
-    Placement,
-    ShardingProblem,
 )
 from torchrec_neuroshard.report.plan_report import PlanReport
 from torchrec_neuroshard.report.reasons import checkpoint_notes, host_memory_reasons, spread_reasons
@@ -268,31 +263,25 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         self.report, self._best_plan, self.plan_inputs = None, None, None
         self._num_proposals = self._num_plans = 0
         sharders = get_default_sharders() if sharders is None else sharders
-        topology = self._topology
         tables = collect_tables(
-            module, sharders, self._constraints, topology.compute_device, self._batch_size, self._table_stats
+            module, sharders, self._constraints, self._topology.compute_device, self._batch_size, self._table_stats
         )
         if not tables and not delegated_modules(module, sharders):
             return ShardingPlan({})
-        notes = self._preliminary_notes()
+        notes = Notes(logger, self._said)
+        default_batch_size = None if self._batch_size_given else self._batch_size
+        note_assumptions(
+            notes, self._detected, default_batch_size, self._constraints, has_stats=self._table_stats is not None
+        )
         left = reserved_topology(
-            self._storage_reservation, topology, self._batch_size, module, sharders, self._constraints
+            self._storage_reservation, self._topology, self._batch_size, module, sharders, self._constraints
         )
-        enumerator = None if self._owns_enumerator else self._enumerator
-        delegated = delegate(
-            module, sharders, left, self._batch_size, self._constraints, enumerator, self._search.timeout_seconds
-        )
-        for sentence in delegated.sentences:
-            self._warn(notes, sentence)
-        known = {entry.name for entry in tables} | {option.name for option in delegated.options}
-        unknown = sorted(set(self._constraints or {}) - known)
-        if unknown:
-            self._warn(notes, f"Constraints for tables that the model does not have are ignored: {', '.join(unknown)}")
+        delegated = self._delegate(module, sharders, left, {entry.name for entry in tables}, notes)
         if not tables:
             self._best_plan = delegated.options
             return delegated.plan
         capacity = np.maximum(capacity_of(left) - delegated.memory_bytes, 0.0)
-        cluster = planning_cluster(topology, capacity, self._hardware_name(), self._pipeline)
+        cluster = planning_cluster(self._topology, capacity, self._hardware_name(), self._pipeline)
         maps = compat.sharder_maps(sharders)
         objective = self._objective(tables, cluster, maps, notes)
         storage = ShardStorage(tables, self._enumerator, maps, self._batch_size, cluster)
@@ -301,53 +290,33 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
             tables, cluster, self._batch_size, storage, objective, self._column_split, self._search,
             lambda: self._seconds_left(begun, gathered), delegated.rank_ms if delegated.modules else None,
         )  # fmt: skip
-        inputs = plan_inputs(tables, topology, self._batch_size, self._constraints)
+        inputs = plan_inputs(tables, self._topology, self._batch_size, self._constraints)
         try:
             problem, result = load_plan(
                 self.plan_loader, search, inputs,
-                lambda: compat.context_hash(self, self._enumerator, module, sharders), notes.append,
-            ) or search.find(lambda message: self._warn(notes, message), notes.append)  # fmt: skip
+                lambda: compat.context_hash(self, self._enumerator, module, sharders), notes.sentences.append,
+            ) or search.find(notes.warn, notes.sentences.append)  # fmt: skip
         except InfeasibleError as error:
             raise insufficient_storage(error, cluster.world_size, self._batch_size) from error
-        placement = one_shard_per_rank(problem, result.placement)
-        if placement.kernels:
-            problem = problem.with_kernels(placement.kernels)
-            tables = tuple(entry.with_kernel(*kernel) for entry, kernel in zip(tables, placement.kernels))
-        simulator = simulate(problem, objective)
-        cost = simulator.cost(placement)
-
-        options = sharding_options(tables, placement, self._batch_size, cluster)
-        set_estimates(options, placement, simulator, cost)
+        found = FoundPlan.of(tables, problem, result, objective)
+        options = found.options(self._batch_size)
+        self._note_outcome(found, notes)
         compute_kernels = tuple(option.compute_kernel for option in options)
         for callback in self._callbacks:
             options = callback(options)
-        if self._callbacks:
-            notes.append("Callbacks may have changed the plan; this report is of the plan before them.")
-        plan = to_sharding_plan(options, topology)
+        plan = to_sharding_plan(options, self._topology)
         if delegated.modules:
             plan.plan.update(delegated.plan.plan)
             options = [*options, *delegated.options]
-        notes += [*spread_reasons(simulator, placement, cost), *host_memory_reasons(problem)]
-        notes += checkpoint_notes(problem, placement)
-        if self._search.prove_bound and result.lower_bound_ms is None:
-            self._warn(
-                notes,
-                "No bound is proved: that needs cost_model='torchrec', and tables that may only be table-wise and "
-                "column-wise (sharding_types in their ParameterConstraints).",
-            )
-        self._note_changed_numerics(tables, placement, notes)
-        uncertainty = plan_uncertainty(problem, placement, objective) if isinstance(objective, CostModel) else None
-        for sentence in uncertainty.sentences() if uncertainty is not None else ():
-            self._warn(notes, sentence)
         self._num_proposals, self._num_plans = len(result.log), 1
         self._best_plan, self.plan_inputs = options, inputs
         self.report = PlanReport(
-            tables=problem.tables,
+            tables=found.problem.tables,
             cluster=dataclasses.replace(cluster, capacity=capacity_of(left)),
             batch_size=self._batch_size,
-            placement=placement,
-            memory_bytes=_memory_bytes(problem, placement) + delegated.memory_bytes,
-            cost=cost,
+            placement=found.placement,
+            memory_bytes=found.memory_bytes() + delegated.memory_bytes,
+            cost=found.cost,
             cost_model={
                 "name": objective.name,
                 "provenance": objective.provenance,
@@ -355,14 +324,14 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
             },
             compute_kernels=compute_kernels,
             plan_seconds=perf_counter() - begun,
-            uncertainty=uncertainty,
+            uncertainty=found.uncertainty,
             lower_bound_ms=result.lower_bound_ms,
             search_log=result.log,
             delegated=delegated.modules,
-            notes=tuple(notes),
+            notes=tuple(notes.sentences),
         )
         # First: TorchRec's stats trip over a rank that a callback made up, without saying so.
-        compat.validate_plan(plan, options, module, sharders, topology)
+        compat.validate_plan(plan, options, module, sharders, self._topology)
         self._log_stats(plan, options, sharders, perf_counter() - begun)
         return plan
 
@@ -370,23 +339,51 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         """The sharding options of the last plan, which TorchRec's planner executor (since 1.9) asks for."""
         return list(self._best_plan or [])
 
+    def _delegate(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+        left: Topology,
+        own_tables: set[str],
+        notes: Notes,
+    ) -> Delegated:
+        """Lets TorchRec's planner place what is left to it, and says so."""
+        enumerator = None if self._owns_enumerator else self._enumerator
+        delegated = delegate(
+            module, sharders, left, self._batch_size, self._constraints, enumerator, self._search.timeout_seconds
+        )
+        for sentence in delegated.sentences:
+            notes.warn(sentence)
+        unknown = sorted(set(self._constraints or {}) - own_tables - {option.name for option in delegated.options})
+        if unknown:
+            notes.warn(f"Constraints for tables that the model does not have are ignored: {', '.join(unknown)}")
+        return delegated
+
     def _objective(
-        self, tables: tuple[ShardableTable, ...], cluster: Cluster, maps: dict[str, Any], notes: list[str]
+        self, tables: tuple[ShardableTable, ...], cluster: Cluster, maps: dict[str, Any], notes: Notes
     ) -> Objective:
         """The costs to minimise, and warnings of what they do not cover."""
         if self._cost_model == TORCHREC_COSTS:
             return torchrec_objective(tables, self._enumerator, maps, self._batch_size, cluster)
         cost_model = resolve_cost_model(self._cost_model, cluster.device, cluster.hardware)
-        measured_on = cost_model.card.get("hardware", {}).get("device", cluster.device)
-        if measured_on != cluster.device:
-            self._warn(
-                notes,
-                f"Cost model {cost_model.name!r} describes {measured_on} ranks, but the plan is for {cluster.device}: "
-                "its predictions do not apply. Drop cost_model= for the hardware's own.",
-            )
-        for gap in unmeasured_kinds(cost_model, (entry.table for entry in tables)):
-            self._warn(notes, gap)
+        note_coverage(notes, cost_model, tables, cluster.device)
         return cost_model
+
+    def _note_outcome(self, found: FoundPlan, notes: Notes) -> None:
+        """Says why the plan is as it is, and what follows from it."""
+        if self._callbacks:
+            notes.add(["Callbacks may have changed the plan; this report is of the plan before them."])
+        notes.add(spread_reasons(found.simulator, found.placement, found.cost))
+        notes.add(host_memory_reasons(found.problem))
+        notes.add(checkpoint_notes(found.problem, found.placement))
+        if self._search.prove_bound and found.lower_bound_ms is None:
+            notes.warn(
+                "No bound is proved: that needs cost_model='torchrec', and tables that may only be table-wise and "
+                "column-wise (sharding_types in their ParameterConstraints)."
+            )
+        note_changed_numerics(notes, found.tables, found.placement)
+        for sentence in found.uncertainty.sentences() if found.uncertainty is not None else ():
+            notes.warn(sentence)
 
     def _seconds_left(self, begun: float, gathered: float) -> float | None:
         """Seconds that the search may still take; None without a limit.
@@ -422,49 +419,6 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
                 debug=self._debug,
             )
 
-    def _preliminary_notes(self) -> list[str]:
-        """What is assumed before the search; warned of once per planner."""
-        notes: list[str] = []
-        if self._detected is not None:
-            notes.append(f"Topology detected: {self._detected}")
-            self._say(logging.INFO, notes[-1])
-        if not self._batch_size_given:
-            self._warn(
-                notes,
-                f"batch_size was not given: planning for TorchRec's default of {self._batch_size} samples per rank. "
-                "Costs depend on it: pass batch_size=.",
-            )
-        constraints = (self._constraints or {}).values()
-        if self._table_stats is None and all(list(given.pooling_factors) == [1.0] for given in constraints):
-            self._warn(
-                notes,
-                "Neither table_stats nor pooling factors in the constraints were given: planning as if every feature "
-                "had one id per sample. Measure them with TableStats.from_batches(batches, model) and pass "
-                "table_stats=.",
-            )
-        return notes
-
-    def _note_changed_numerics(
-        self, tables: tuple[ShardableTable, ...], placement: Placement, notes: list[str]
-    ) -> None:
-        split = sorted(
-            {
-                tables[shard.table].table.name
-                for shard in placement.shards
-                if shard.width < tables[shard.table].table.embedding_dim
-                and not tables[shard.table].optimizer.elementwise
-            }
-        )
-        if split:
-            shown = ", ".join(split[:5]) + (f" and {len(split) - 5} more" if len(split) > 5 else "")
-            message = (
-                f"Column splits change the numerics of {len(split)} table(s) with a row-wise optimizer ({shown}): each "
-                "shard keeps its own state per row, and optimizer checkpoints do not reshard. "
-                "column_split='never' avoids it."
-            )
-            notes.append(message)
-            self._say(logging.WARNING, message, key="numerics")
-
     def _hardware_name(self) -> str | None:
         return self._detected.hardware if self._detected else self._hardware
 
@@ -484,27 +438,6 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
             self._enumerator = EmbeddingEnumerator(
                 topology=self._topology, batch_size=self._batch_size, constraints=self._constraints
             )
-
-    def _warn(self, notes: list[str], message: str) -> None:
-        notes.append(message)
-        self._say(logging.WARNING, message)
-
-    def _say(self, level: int, message: str, key: str | None = None) -> None:
-        """Logs a message once per planner."""
-        if (key or message) not in self._said:
-            self._said.add(key or message)
-            logger.log(level, message)
-
-
-def _memory_bytes(problem: ShardingProblem, placement: Placement) -> NDArray[np.float64]:
-    """[ranks, 2] bytes of HBM and DDR that a placement's shards take."""
-    used = np.zeros((problem.cluster.world_size, 2))
-    for table, spread in enumerate(placement.spreads):
-        if spread is not None:
-            used += problem.spread_memory(table, spread)
-    for shard in placement.shards:
-        used[shard.rank] += problem.shard_memory(shard.table, shard.width)
-    return used
 
 
 def _reject(**arguments: object) -> None:
