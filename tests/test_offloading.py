@@ -119,6 +119,16 @@ def test_a_kernel_that_a_constraint_names_reaches_the_plan(kernel: str) -> None:
         assert entry.cache_params.load_factor == 0.25
 
 
+def test_a_table_in_a_key_value_store_is_passed_through_and_said_so() -> None:
+    constraints = {"t0": ParameterConstraints(compute_kernels=["key_value"])}
+    made = planner(topology(8.0), constraints=constraints)
+    kernels = kernels_of(made.plan(MODEL, SHARDERS))
+    assert kernels.pop("t0") == "key_value"
+    assert set(kernels.values()) == {"fused"}
+    assert made.report is not None
+    assert any("'t0' lies in a key-value store" in note for note in made.report.notes)
+
+
 def test_a_group_costs_its_host_memory_on_top() -> None:
     """The simulator's group of two cached shards: the model's time, plus host_memory_ms of both together."""
     tables = tuple(entry.with_kernel(UVM_CACHING, 0.1).table for entry in collected()[:2])

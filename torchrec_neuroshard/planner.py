@@ -81,9 +81,10 @@ _REMEDIES = {
 class NeuroShardPlanner(EmbeddingPlannerBase):
     """Finds a sharding plan by search over measured costs [Zha2023]_.
 
-    Plans the tables of all EmbeddingBagCollections of a model together: table-wise, column-wise (uneven widths too) and
-    row-wise with the fused kernel, whichever the sharders offer, and data-parallel with the dense kernel where a
-    table's constraint names it.
+    Plans the tables of all embedding collections of a model together, pooled and unpooled, of every sharding type that
+    the sharders offer and the constraints allow (data-parallel and grid where a constraint names them), in device
+    memory or, where that does not hold all, partly in host memory. Modules of kinds that nobody measured are left to
+    TorchRec's planner (``adapters.module_kinds.DELEGATED_KINDS``), and the others are planned around them.
 
     Args:
         topology: the machines; None detects them (see ``adapters.topology``), and ``collective_plan`` then takes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchrec_neuroshard.costs.simulator import PlanCost, PlanSimulator
-from torchrec_neuroshard.problem import FUSED, UVM_CACHING, Placement, ShardingProblem
+from torchrec_neuroshard.problem import FUSED, KEY_VALUE, UVM_CACHING, Placement, ShardingProblem
 
 _NAMED = 8  # tables whose reason is given
 
@@ -39,21 +39,26 @@ def spread_reasons(simulator: PlanSimulator, placement: Placement, cost: PlanCos
 
 
 def host_memory_reasons(problem: ShardingProblem) -> list[str]:
-    """Says which tables lie in host memory, and why; nothing where none do.
+    """Says which tables lie in host memory or beyond, and why; nothing where none do.
 
     Args:
         problem: with the kernels that the plan has.
     """
     result = []
     for table, option in zip(problem.tables, problem.options):
-        if table.kernel != FUSED:
+        if table.kernel == KEY_VALUE:
+            result.append(
+                f"Table {table.name!r} lies in a key-value store ({table.kernel}), as its constraints say: no cost model "
+                "covers that, its time counts as that of a table on the device."
+            )
+        elif table.kernel != FUSED:
             cache = f" with {table.load_factor:.0%} of its rows cached" if table.kernel == UVM_CACHING else ""
             reason = "the tables do not fit in the devices' memory, and it has few lookups for its size"
             if FUSED not in option.kernels:
                 reason = "its constraints leave nothing else"
             result.append(f"Table {table.name!r} lies in host memory ({table.kernel}{cache}): {reason}.")
     if len(result) > _NAMED:
-        result[_NAMED:] = [f"{len(result) - _NAMED} more tables lie in host memory."]
+        result[_NAMED:] = [f"{len(result) - _NAMED} more tables lie in host memory or beyond."]
     return result
 
 
