@@ -64,6 +64,9 @@ def rank_work(workload: Workload, placement: Placement, world_size: int, batch_s
         world_size: ranks.
         batch_size: samples per rank.
         seed: of the synthetic batches. Equal groups of different plans get equal batches.
+
+    Raises:
+        ValueError: the plan has a sequence table on all ranks, which cannot be measured.
     """
     kept = [index for index, kind in enumerate(placement.sharding_types) if kind not in EVERYWHERE_TYPES]
     position = {table: number for number, table in enumerate(kept)}
@@ -169,9 +172,15 @@ def _replicated_groups(workload: Workload, placement: Placement, batch_size: int
 
 
 def _whole_group(tables: list[Table], batch_size: int, kernel: str = "fused") -> GroupSpec:
-    """Whole tables, alike in all that one TBE needs them to be alike in, on a batch."""
+    """Whole tables, alike in all that one TBE needs them to be alike in, on a batch.
+
+    Raises:
+        ValueError: a table is unpooled.
+    """
     shards = []
     for table in tables:
+        if table.unpooled:
+            raise ValueError(f"{table.name}: sequence tables are measured as column shards only, not on all ranks")
         access = table.access
         shards.append(
             ShardSpec(
