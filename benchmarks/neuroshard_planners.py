@@ -161,7 +161,7 @@ def _model_fingerprint(cost_model: str) -> str:
 def _code_fingerprint() -> str:
     """A hash of the code that a plan depends on."""
     root = Path(torchrec_neuroshard.__file__).parent
-    files = [root / name for name in ("access.py", "problem.py", "workload.py", "planner.py")]
+    files = [root / name for name in ("access.py", "layout.py", "problem.py", "workload.py", "planner.py")]
     for room in ("adapters", "costs", "search"):
         files += sorted((root / room).glob("*.py"))
     digest = hashlib.sha256()

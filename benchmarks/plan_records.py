@@ -7,8 +7,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Mapping
 
-from torchrec_neuroshard.costs.row_wise import row_blocks
-from torchrec_neuroshard.problem import ROW_WISE, SPREAD_TYPES, Placement, Shard
+from torchrec_neuroshard.layout import row_blocks
+from torchrec_neuroshard.problem import EVERYWHERE_TYPES, ROW_WISE, Placement, Shard
 from torchrec_neuroshard.workload import Workload
 
 if TYPE_CHECKING:  # measuring reads plans without the seconds that importing TorchRec takes
@@ -93,10 +93,10 @@ def placement_of(plan: ShardingPlan, workload: Workload) -> Placement:
         types.append(sharding.sharding_type)
         if sharding.sharding_type == ROW_WISE:
             _check_rows(table.name, sharding, table.num_embeddings)
-        if sharding.sharding_type in SPREAD_TYPES:
+        if sharding.sharding_type in EVERYWHERE_TYPES:
             continue
         if sharding.sharding_type not in PLACED_TYPES:
-            known = (*PLACED_TYPES, *SPREAD_TYPES)
+            known = (*PLACED_TYPES, *EVERYWHERE_TYPES)
             raise ValueError(f"{table.name}: cannot measure {sharding.sharding_type}; only {known}")
         pieces = sorted(
             (metadata.shard_offsets[1], metadata.shard_sizes[1], rank)
@@ -117,7 +117,7 @@ def check_columns(placement: Placement, workload: Workload) -> None:
             if offset != expected:
                 raise ValueError(f"{table.name}: a shard starts at column {offset}, expected {expected}")
             expected = offset + width
-        if expected != (0 if placement.sharding_types[index] in SPREAD_TYPES else table.embedding_dim):
+        if expected != (0 if placement.sharding_types[index] in EVERYWHERE_TYPES else table.embedding_dim):
             raise ValueError(f"{table.name}: {expected} of {table.embedding_dim} columns are placed")
 
 

@@ -19,8 +19,8 @@ from torchrec_neuroshard.measure.plan_groups import rank_groups
 from torchrec_neuroshard.measure.specs import GroupSpec, ShardSpec
 from torchrec_neuroshard.problem import (
     DATA_PARALLEL,
+    EVERYWHERE_TYPES,
     ROW_WISE,
-    SPREAD_TYPES,
     Cluster,
     Placement,
     ShardingProblem,
@@ -64,8 +64,11 @@ def rank_work(workload: Workload, placement: Placement, world_size: int, batch_s
         world_size: ranks.
         batch_size: samples per rank.
         seed: of the synthetic batches. Equal groups of different plans get equal batches.
+
+    Raises:
+        ValueError: the plan has a sequence table on all ranks, which cannot be measured.
     """
-    kept = [index for index, kind in enumerate(placement.sharding_types) if kind not in SPREAD_TYPES]
+    kept = [index for index, kind in enumerate(placement.sharding_types) if kind not in EVERYWHERE_TYPES]
     position = {table: number for number, table in enumerate(kept)}
     problem = ShardingProblem(
         tables=tuple(workload.tables[index] for index in kept),
@@ -96,7 +99,7 @@ def collectives_ms(workload: Workload, placement: Placement, world_size: int, ba
     """
     milliseconds_per_byte = 1e3 / (BANDWIDTH_GB_PER_S * 1e9)
     total = 0.0
-    for kind in sorted(set(placement.sharding_types) - set(SPREAD_TYPES)):
+    for kind in sorted(set(placement.sharding_types) - set(EVERYWHERE_TYPES)):
         columns, ids = np.zeros(world_size), np.zeros(world_size)
         for shard in placement.shards:
             if placement.sharding_types[shard.table] == kind:
@@ -169,9 +172,15 @@ def _replicated_groups(workload: Workload, placement: Placement, batch_size: int
 
 
 def _whole_group(tables: list[Table], batch_size: int, kernel: str = "fused") -> GroupSpec:
-    """Whole tables, alike in all that one TBE needs them to be alike in, on a batch."""
+    """Whole tables, alike in all that one TBE needs them to be alike in, on a batch.
+
+    Raises:
+        ValueError: a table is unpooled.
+    """
     shards = []
     for table in tables:
+        if table.unpooled:
+            raise ValueError(f"{table.name}: sequence tables are measured as column shards only, not on all ranks")
         access = table.access
         shards.append(
             ShardSpec(

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchrec_neuroshard.access import scatter_ranks
-from torchrec_neuroshard.costs.row_wise import row_blocks
+from torchrec_neuroshard.layout import row_blocks
 from torchrec_neuroshard.measure.batches import TbeBatch, synthesize_batch
 from torchrec_neuroshard.measure.specs import GroupSpec, spec_id
 from torchrec_neuroshard.measure.tbe import measure_group

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Any
 
 from benchmarks.skewed_workloads import SAMPLES_PER_RANK, skewed_workload
+from torchrec_neuroshard.access import ID_ORDERS
 from torchrec_neuroshard.workload import Workload, WorkloadError
 
 
@@ -41,7 +43,12 @@ def samples_per_rank(workload: Workload, world_size: int) -> int:
 def workload_id(workload: Workload) -> str:
     """A stable id of the tables and the batch."""
     fields = ("name", "num_embeddings", "embedding_dim", "pooling_factor", "num_features", "weighted", "data_type")
-    content = [[getattr(table, field) for field in (*fields, "optimizer")] for table in workload.tables]
+    content: list[Any] = [[getattr(table, field) for field in (*fields, "optimizer")] for table in workload.tables]
     constraints = {name: dict(constraint) for name, constraint in workload.constraints.items()}
+    # Left out at their defaults, so that ids of older records stand.
+    more = {table.name: [table.unpooled, table.id_order] for table in workload.tables}
+    unusual = {name: fields for name, fields in more.items() if fields != [False, ID_ORDERS[0]]}
+    if unusual:
+        content.append(unusual)
     text = json.dumps([content, list(workload.zipf), workload.batch_size, constraints], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

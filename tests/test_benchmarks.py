@@ -92,6 +92,9 @@ def test_sources(tmp_path: Path) -> None:
     assert samples_per_rank(load_source("skewed:2"), 8) == 256
     assert workload_id(workload) == workload_id(small_workload())
     assert workload_id(workload) != workload_id(load_source("skewed:2"))
+    assert workload_id(load_source("skewed:2")) == "668e6ce9c5b995fe"  # stored records name it
+    sorted_ids = [dataclasses.replace(table, id_order="frequency") for table in workload.tables]
+    assert workload_id(workload) != workload_id(dataclasses.replace(workload, tables=tuple(sorted_ids)))
     with pytest.raises(WorkloadError, match="64 does not divide over 3 ranks"):
         samples_per_rank(workload, 3)
     with pytest.raises(WorkloadError, match="whole number"):
@@ -230,6 +233,11 @@ def test_row_wise_tables_run_on_every_rank() -> None:
     assert alone.row_wise[0].id == tables.id
     later = rank_work(small_workload(), placement, 2, 32, seed=1).row_wise[0]
     assert later.id != tables.id and later.turns == tables.turns
+    sequence = dataclasses.replace(small_workload().tables[0], unpooled=True)
+    with pytest.raises(ValueError, match="a: sequence tables are measured as column shards only"):
+        rank_work(
+            dataclasses.replace(small_workload(), tables=(sequence, small_workload().tables[1])), placement, 2, 32
+        )
 
 
 def test_collectives_are_priced_by_the_busiest_rank() -> None:
