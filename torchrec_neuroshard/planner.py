@@ -305,7 +305,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         try:
             problem, result = load_plan(
                 self.plan_loader, search, inputs,
-                lambda: compat.context_hash(self, self._enumerator, module, sharders), notes.append,
+                lambda: compat.context_hash(self, module, sharders), notes.append,
             ) or search.find(lambda message: self._warn(notes, message), notes.append)  # fmt: skip
         except InfeasibleError as error:
             raise insufficient_storage(error, cluster.world_size, self._batch_size) from error
