@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import warnings
@@ -194,21 +195,24 @@ def validate_plan(
 
 
 def context_hash(
-    planner: EmbeddingPlannerBase,
-    enumerator: Enumerator,
-    module: nn.Module,
-    sharders: list[ModuleSharder[nn.Module]],
+    planner: EmbeddingPlannerBase, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
 ) -> str | None:
-    """TorchRec's hash of a planner's inputs, which it enumerates for it; None where it cannot tell (since 1.9).
+    """TorchRec's hash of a planner's inputs, as its own planner has it; None where it cannot tell (since 1.9).
 
     Args:
-        planner: whose storage reservation was asked before.
-        enumerator: the planner's.
+        planner: whose enumerator and storage reservation are asked anew, as the hash is of what they said last.
         module: the model.
         sharders: of its modules.
     """
     unstable = getattr(planner_types, "PlannerContextFingerprintError", ())
-    enumerator.enumerate(module, sharders)
+    planner._storage_reservation.reserve(
+        topology=copy.deepcopy(planner._topology),
+        batch_size=planner._batch_size,
+        module=module,
+        sharders=sharders,
+        constraints=planner._constraints,
+    )
+    planner._enumerator.enumerate(module, sharders)
     try:
         return planner.hash_planner_context_inputs_str()
     except unstable:

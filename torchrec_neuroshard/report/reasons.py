@@ -48,8 +48,8 @@ def host_memory_reasons(problem: ShardingProblem) -> list[str]:
     for table, option in zip(problem.tables, problem.options):
         if table.kernel == KEY_VALUE:
             result.append(
-                f"Table {table.name!r} lies in a key-value store ({table.kernel}), as its constraints say: no cost model "
-                "covers that, its time counts as that of a table on the device."
+                f"Table {table.name!r} lies in a key-value store ({table.kernel}), as its constraints say: no cost "
+                "model covers that, its time counts as that of a table on the device."
             )
         elif table.kernel != FUSED:
             cache = f" with {table.load_factor:.0%} of its rows cached" if table.kernel == UVM_CACHING else ""
