@@ -295,13 +295,8 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         try:
             problem, result = load_plan(
                 self.plan_loader, search, inputs,
-<<<<<<< HEAD
-                lambda: compat.context_hash(self, self._enumerator, module, sharders), notes.sentences.append,
+                lambda: compat.context_hash(self, module, sharders), notes.sentences.append,
             ) or search.find(notes.warn, notes.sentences.append)  # fmt: skip
-=======
-                lambda: compat.context_hash(self, module, sharders), notes.append,
-            ) or search.find(lambda message: self._warn(notes, message), notes.append)  # fmt: skip
->>>>>>> torchrec
         except InfeasibleError as error:
             raise insufficient_storage(error, cluster.world_size, self._batch_size) from error
         found = FoundPlan.of(tables, problem, result, objective)
