@@ -21,7 +21,9 @@ from tests.problems import random_problem, untrained_model
 from tests.test_spread import SpreadMemory
 from torchrec_neuroshard import NeuroShardPlanner
 from torchrec_neuroshard.access import AccessDistribution
+from torchrec_neuroshard.costs.bucketize import bucketize_ms
 from torchrec_neuroshard.costs.features import segment_sums, shard_features
+from torchrec_neuroshard.costs.hardware import HARDWARE
 from torchrec_neuroshard.costs.row_wise import row_wise_work
 from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.problem import (
@@ -117,7 +119,8 @@ def test_table_row_wise_costs_are_those_of_its_hosts_blocks_and_two_collectives(
     collectives = model.collectives.on_links(problem.cluster.intra_host_gbps, problem.cluster.inter_host_gbps)
     within = collectives.reduce_scatter(problem.batch_size * 2, np.asarray([64.0]), 2, 2)[0]
     across = collectives.all_to_all(problem.batch_size, np.asarray([[0.0, 64.0]]), False, 1)[0]
-    assert cost.forward_comms_ms == pytest.approx(np.full(4, within + across))
+    sorting = bucketize_ms(HARDWARE["generic_cpu"], problem.batch_size * 200.0, problem.batch_size, 2)
+    assert cost.forward_comms_ms == pytest.approx(np.full(4, within + across + sorting))
 
 
 def test_over_a_slow_link_hot_tables_are_cut_within_their_hosts() -> None:

@@ -460,7 +460,7 @@ def test_detected_memory_is_the_smallest_over_ranks() -> None:
 
 
 def test_the_hardware_and_the_users_links_reach_the_search() -> None:
-    topology = Topology(world_size=2, compute_device="cuda", hbm_cap=2**30, intra_host_bw=50 * 2**30 / 1000)
+    topology = Topology(world_size=2, compute_device="cuda", hbm_cap=2**30, intra_host_bw=50e6)
     ours = planner(topology=topology, hardware="h200", cost_model="auto")
     ours.plan(TwoCollections(), bag_sharders())
     assert ours.report is not None

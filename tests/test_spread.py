@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from tests.problems import WeightMemory, random_problem, untrained_model
 from torchrec_neuroshard.access import AccessDistribution
 from torchrec_neuroshard.costs.additive_simulator import AdditiveObjective, simulate
+from torchrec_neuroshard.costs.bucketize import bucketize_ms
 from torchrec_neuroshard.costs.features import segment_sums, shard_features
+from torchrec_neuroshard.costs.hardware import HARDWARE
 from torchrec_neuroshard.costs.row_wise import row_wise_work
 from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.problem import (
@@ -120,7 +122,8 @@ def test_row_wise_costs_are_those_of_the_blocks_work() -> None:
     assert cost.compute_ms == pytest.approx(expected.sum(axis=1))
     collectives = model.collectives.on_links(only.cluster.intra_host_gbps, only.cluster.inter_host_gbps)
     forward = collectives.reduce_scatter(only.batch_size, np.asarray([32.0]), 4, 4)[0]
-    assert cost.forward_comms_ms == pytest.approx(np.full(4, forward))
+    sorting = bucketize_ms(HARDWARE["generic_cpu"], only.batch_size * 300.0, only.batch_size, 4)
+    assert cost.forward_comms_ms == pytest.approx(np.full(4, forward + sorting))
 
 
 def test_replicas_cost_every_rank_the_same_and_an_all_reduce() -> None:

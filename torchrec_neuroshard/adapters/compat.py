@@ -28,7 +28,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-_GIB = 1024**3
+_BYTES_PER_MS = 1e6  # of 1 GB/s; TorchRec's topologies keep bytes per ms
 
 # TorchRec's own default; EmbeddingShardingPlanner reserves the same.
 _DEFAULT_RESERVATION = 0.15
@@ -113,7 +113,7 @@ def link_gbps(topology: Topology) -> tuple[float, float] | None:
     given = (float(topology.intra_host_bw), float(topology.inter_host_bw))
     if given == (signature["intra_host_bw"].default, signature["inter_host_bw"].default):
         return None
-    return given[0] * 1000 / _GIB, given[1] * 1000 / _GIB  # TorchRec keeps bytes per ms of binary GB
+    return given[0] / _BYTES_PER_MS, given[1] / _BYTES_PER_MS
 
 
 def make_topology(
@@ -135,7 +135,7 @@ def make_topology(
         ddr_bytes: host memory of one rank.
         bandwidths_gbps: GB/s by the name of Topology's parameter (``hbm_mem_bw``, ``intra_host_bw``, ...).
     """
-    bandwidths = {name: gbps * _GIB / 1000 for name, gbps in bandwidths_gbps.items()}
+    bandwidths = {name: gbps * _BYTES_PER_MS for name, gbps in bandwidths_gbps.items()}
     factory = getattr(planner_types, "TopologyFactory", None)
     if factory is None:
         return Topology(

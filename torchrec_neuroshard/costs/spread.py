@@ -15,8 +15,10 @@ from typing import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrec_neuroshard.costs.bucketize import bucketize_ms
 from torchrec_neuroshard.costs.collective_model import CollectiveModel
 from torchrec_neuroshard.costs.features import ShardWork
+from torchrec_neuroshard.costs.hardware import hardware_spec
 from torchrec_neuroshard.costs.row_wise import row_block_work
 from torchrec_neuroshard.layout import Block
 from torchrec_neuroshard.problem import (
@@ -25,9 +27,18 @@ from torchrec_neuroshard.problem import (
     ROW_TYPES,
     ROW_WISE,
     TABLE_ROW_WISE,
+    Cluster,
     ShardingProblem,
     Spread,
+    Table,
 )
+
+# Among how many ranks types cut rows.
+_ROW_BLOCKS: dict[str, Callable[[Cluster], int]] = {
+    ROW_WISE: lambda cluster: cluster.world_size,
+    TABLE_ROW_WISE: lambda cluster: cluster.ranks_per_host,
+    GRID_SHARD: lambda cluster: cluster.ranks_per_host,
+}
 
 # [blocks, z_dim] of a table, given with how it lies.
 Contributions = Callable[[int, Spread], NDArray[np.float64]]
@@ -41,7 +52,8 @@ class Background:
         sums: [ranks, groups, z_dim] contributions of the spread tables.
         ids: [lookups, ranks] ids per sample that each rank looks up.
         columns: [lookups, ranks] output columns of spread tables that travel by all-to-all, as those of shards do.
-        comms_ms: [2] other collectives of the spread tables, forward and backward.
+        comms_ms: [2] other collectives of the spread tables, forward and backward; sorting ids by blocks of rows, which
+            every rank does alike, counts with the forward.
     """
 
     sums: NDArray[np.float64]
@@ -115,7 +127,7 @@ def spread_columns(problem: ShardingProblem, index: int, spread: Spread) -> NDAr
 
 
 def _comms_ms(problem: ShardingProblem, collectives: CollectiveModel) -> NDArray[np.float64]:
-    """[2] forward and backward collectives; the tables of one type in a module share theirs."""
+    """[2] forward and backward collectives, and sorting ids for them; a module's tables of one type share theirs."""
     result = np.zeros(2)
     for module in sorted({table.module for table in problem.tables}):
         of_module = {
@@ -127,12 +139,23 @@ def _comms_ms(problem: ShardingProblem, collectives: CollectiveModel) -> NDArray
         for kind in (TABLE_ROW_WISE, GRID_SHARD):
             within = {t: spread for t, spread in of_module.items() if spread.kind == kind}
             result += _within_hosts_ms(problem, collectives, within)
+        for kind, blocks in _ROW_BLOCKS.items():
+            cut = [problem.tables[t] for t, spread in of_module.items() if spread.kind == kind]
+            result[0] += _bucketize_ms(problem, cut, blocks(problem.cluster))
         replicas = [problem.tables[t] for t, spread in of_module.items() if spread.kind == DATA_PARALLEL]
         floats = sum(float(table.num_embeddings) * table.embedding_dim for table in replicas)
         if floats:
             shape = (problem.cluster.world_size, problem.cluster.local_world_size)
             result[1] += collectives.all_reduce(np.asarray([floats]), *shape)[0]
     return result
+
+
+def _bucketize_ms(problem: ShardingProblem, tables: list[Table], blocks: int) -> float:
+    """What each rank pays to sort its ids by blocks, for one module's tables of one type."""
+    spec = hardware_spec(problem.cluster.hardware, problem.cluster.device)
+    ids = problem.batch_size * sum(table.pooling_factor for table in tables)
+    bags = problem.batch_size * sum(table.num_features for table in tables)
+    return bucketize_ms(spec, ids, bags, blocks)
 
 
 def _row_wise_ms(problem: ShardingProblem, collectives: CollectiveModel, tables: list[int]) -> NDArray[np.float64]:

@@ -22,6 +22,7 @@ def spread_reasons(simulator: PlanSimulator, placement: Placement, cost: PlanCos
         return []
     alone = simulator.alone((t, problem.tables[t].embedding_dim) for t in spread).sum(axis=1).tolist()
     mean_ms = float((cost.compute_ms + cost.forward_comms_ms + cost.backward_comms_ms).mean())
+    shares = simulator.shares(placement, cost)
     sentences = []
     for ms, t in sorted(zip(alone, spread), reverse=True)[:_NAMED]:
         kind = placement.sharding_types[t]
@@ -30,8 +31,11 @@ def spread_reasons(simulator: PlanSimulator, placement: Placement, cost: PlanCos
             reason = "its constraints or its sharder leave nothing else"
         elif not (problem.cluster.capacity >= whole).all(axis=1).any():
             reason = "whole it fits on no rank"
-        else:
+        elif ms > mean_ms:
             reason = f"whole on one rank it would take {ms:.3f} ms, where a rank takes {mean_ms:.3f} ms on average"
+        else:
+            each = float(shares[t].sum(axis=1).mean())
+            reason = f"it takes {each:.3f} ms on each of its ranks in place of {ms:.3f} ms on one, which evens them out"
         sentences.append(f"Table {problem.tables[t].name!r} is {kind}: {reason}.")
     if len(spread) > _NAMED:
         sentences.append(f"{len(spread) - _NAMED} more tables are spread over ranks.")
