@@ -16,11 +16,11 @@ seam = pytest.mark.skipif(not HAS_SEAM, reason="TorchRec has the planner executo
 @pytest.mark.skipif(HAS_SEAM, reason="TorchRec 1.9 and later have the planner executor")
 def test_without_the_executor_the_import_says_so() -> None:
     with pytest.raises(ImportError, match=r"needs the planner executor of TorchRec 1.9 .* 1\.\d\.\d is installed"):
-        importlib.import_module("torchrec_neuroshard.adapters.planner_provider")
+        importlib.import_module("torchrec_neuroshard.planner_provider")
 
 
 def provider(**arguments: Any) -> Any:
-    module = importlib.import_module("torchrec_neuroshard.adapters.planner_provider")
+    module = importlib.import_module("torchrec_neuroshard.planner_provider")
     return module.NeuroShardPlannerProvider(**{"cost_model": ANALYTIC, **arguments})
 
 

@@ -23,7 +23,8 @@ POPULATION_EXPONENTS: tuple[float, ...] = (0.0, 0.3, 0.6, 0.9, 1.05, 1.2)
 REUSE_EDGES: tuple[int, ...] = (0, *(2**power for power in range(16)))  # a bin ends with the next bin's edge
 
 # How a table's ids lie: popular rows anywhere, or ids counting up from the most popular row.
-ID_ORDERS: tuple[str, ...] = ("scattered", "frequency")
+SCATTERED = "scattered"
+ID_ORDERS: tuple[str, ...] = (SCATTERED, "frequency")
 
 _BINS_PER_OCTAVE = 3
 _HEAD_COUNT = 5  # observations from which a row's own share is trusted

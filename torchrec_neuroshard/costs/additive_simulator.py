@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.costs.simulator import PlanCost, PlanSimulator, ShardCost
+from torchrec_neuroshard.costs.spread import SpreadPart
 from torchrec_neuroshard.problem import FUSED, Placement, ShardingProblem, Spread
 
 PARTS = ("forward", "backward", "forward_comms", "backward_comms")
@@ -90,11 +91,12 @@ class AdditiveSimulator(PlanSimulator):
     def _spread_collectives(self) -> None:
         """Theirs are part of the costs."""
 
-    def _spread_contributions(self, table: int, spread: Spread) -> NDArray[np.float64]:
+    def _made_part(self, table: int, spread: Spread) -> SpreadPart:
         of_blocks = getattr(self._costs, "spread", None)
         if of_blocks is None:
             raise ValueError(f"the costs {self.objective.name!r} do not tell what {spread.kind} tables cost")
-        return np.asarray(of_blocks(table, spread))
+        z = np.asarray(of_blocks(table, spread))
+        return SpreadPart(z, np.zeros(len(z)), np.zeros(len(z)))
 
     def group_ms(self, z: NDArray[np.float64]) -> NDArray[np.float64]:
         """[..., 2] forward and backward ms, communication included, of sums ``z`` [..., PARTS]."""

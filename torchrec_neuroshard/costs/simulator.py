@@ -21,7 +21,7 @@ from torchrec_neuroshard.costs.features import ShardWork, shard_features
 from torchrec_neuroshard.costs.hardware import hardware_spec
 from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.costs.offloading import EXTRAS, HostMemory
-from torchrec_neuroshard.costs.spread import Background, spread_columns, spread_ids, spread_work
+from torchrec_neuroshard.costs.spread import Background, SpreadPart
 from torchrec_neuroshard.problem import FUSED, Pipeline, Placement, ShardingProblem, Spread, Table
 
 _ID_BYTES = 8  # KJT values travel as int64
@@ -137,7 +137,7 @@ class PlanSimulator:
         """Sets up without any kinds."""
         self.problem = problem
         self._kinds: dict[tuple[int, int], int] = {}
-        self._spread: dict[tuple[int, Spread], NDArray[np.float64]] = {}
+        self._spread: dict[tuple[int, Spread], SpreadPart] = {}
         self._background: Background | None = None
         self.z = np.zeros((0, z_dim))  # [kinds, z_dim]
         self.widths = np.zeros(0, dtype=np.int64)  # [kinds]
@@ -165,7 +165,7 @@ class PlanSimulator:
     def background(self) -> Background:
         """What the tables that lie on all ranks put there."""
         if self._background is None:
-            self._background = Background.of(self.problem, self.z.shape[1], self._spread_z, self._spread_collectives)
+            self._background = Background.of(self.problem, self.z.shape[1], self._spread_part, self._spread_collectives)
             if self.problem.occupied_ms is not None:  # in the first group's sums, where it adds to any other cost
                 self._background.sums[:, 0, self._added_ms] += self.problem.occupied_ms
         return self._background
@@ -180,14 +180,18 @@ class PlanSimulator:
         return self._collectives
 
     def _spread_z(self, table: int, spread: Spread) -> NDArray[np.float64]:
-        """[blocks, z_dim] contributions of a spread table, remembered."""
+        """[blocks, z_dim] contributions of a spread table."""
+        return self._spread_part(table, spread).z
+
+    def _spread_part(self, table: int, spread: Spread) -> SpreadPart:
+        """What a spread table adds to its ranks, remembered."""
         if (table, spread) not in self._spread:
-            self._spread[table, spread] = self._spread_contributions(table, spread)
+            self._spread[table, spread] = self._made_part(table, spread)
         return self._spread[table, spread]
 
-    def _spread_contributions(self, table: int, spread: Spread) -> NDArray[np.float64]:
-        works = spread_work(self.problem, table, spread)
-        return self._of_works([self.problem.tables[table]] * len(works), works)
+    def _made_part(self, table: int, spread: Spread) -> SpreadPart:
+        of = self.problem.tables[table]
+        return SpreadPart.of(self.problem, table, spread, lambda works: self._of_works([of] * len(works), works))
 
     def _of_works(self, tables: Sequence[Table], works: Sequence[ShardWork]) -> NDArray[np.float64]:
         """[shards, z_dim] contributions of shards of these tables."""
@@ -383,12 +387,13 @@ class PlanSimulator:
         for index, spread in enumerate(self.problem.spread):
             if spread is not None:
                 blocks = self.problem.blocks(index, spread)
-                each = spread_columns(self.problem, index, spread)
+                part = self._spread_part(index, spread)
+                each = part.columns
                 if not each.any():  # collectives of all blocks together
                     outputs = self.problem.tables[index].outputs
                     each = np.asarray([block.width * outputs / len(blocks) for block in blocks])
-                travel = np.stack([each, each, spread_ids(self.problem, index, spread)], axis=1)
-                parts.append(np.concatenate([self.group_ms(self._spread_z(index, spread)), travel], axis=1))
+                travel = np.stack([each, each, part.ids], axis=1)
+                parts.append(np.concatenate([self.group_ms(part.z), travel], axis=1))
                 rank += [block.rank for block in blocks]
                 table += [index] * len(blocks)
         return np.asarray(rank, dtype=np.int64), np.asarray(table, dtype=np.int64), np.concatenate(parts)
@@ -415,7 +420,7 @@ class PlanSimulator:
         Returns:
             [blocks] each block alone on its rank, which waits for the collectives of all of them.
         """
-        z = self._spread_z(table, spread)
+        part = self._spread_part(table, spread)
         alone = copy.copy(self)
         alone.problem = replace(
             self.problem,
@@ -424,10 +429,10 @@ class PlanSimulator:
             spread=(spread,),
             _memory_cache={},
         )
-        alone._spread, alone._background = {(0, spread): z}, None
+        alone._spread, alone._background = {(0, spread): part}, None
         forward_comms, backward_comms = alone.comms_ms(alone.background.columns[None])[0].tolist()
         input_dist = float(alone.input_dist_ms(alone.background.ids[None])[0])
         return tuple(
             ShardCost(forward, backward, forward_comms, backward_comms, input_dist)
-            for forward, backward in alone.group_ms(z).tolist()
+            for forward, backward in alone.group_ms(part.z).tolist()
         )

@@ -10,11 +10,12 @@ all-reduce. Columns that were put on a rank are served as any column shard.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Callable
+from typing import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torchrec_neuroshard.access import SCATTERED
 from torchrec_neuroshard.costs.bucketize import bucketize_ms
 from torchrec_neuroshard.costs.collective_model import CollectiveModel
 from torchrec_neuroshard.costs.features import ShardWork
@@ -40,8 +41,46 @@ _ROW_BLOCKS: dict[str, Callable[[Cluster], int]] = {
     GRID_SHARD: lambda cluster: cluster.ranks_per_host,
 }
 
-# [blocks, z_dim] of a table, given with how it lies.
-Contributions = Callable[[int, Spread], NDArray[np.float64]]
+
+@dataclass(frozen=True)
+class SpreadPart:
+    """What the blocks of one spread table add to their ranks.
+
+    Attributes:
+        z: [blocks, z_dim] contributions to the sums of its group.
+        ids: [blocks] ids per sample that travel to each block; none to replicas.
+        columns: [blocks] output columns per sample that each block's rank sends by an all-to-all among all ranks. Rows
+            that an unpooled table's blocks looked up are sent as they are; sums of pooled ones meet in other
+            collectives.
+    """
+
+    z: NDArray[np.float64]
+    ids: NDArray[np.float64]
+    columns: NDArray[np.float64]
+
+    @classmethod
+    def of(
+        cls,
+        problem: ShardingProblem,
+        index: int,
+        spread: Spread,
+        contributions: Callable[[Sequence[ShardWork]], NDArray[np.float64]],
+    ) -> SpreadPart:
+        """Works out the blocks of a table.
+
+        Args:
+            problem: the tables and ranks.
+            index: number of the table.
+            spread: how it lies.
+            contributions: of blocks' work to the sums of a group.
+        """
+        work, table = spread_work(problem, index, spread), problem.tables[index]
+        replicas = spread.kind == DATA_PARALLEL
+        outputs = [block.pooling_factor if table.unpooled else float(table.num_features) for block in work]
+        travels = not replicas and (table.unpooled or spread.kind not in ROW_TYPES)
+        columns = [travels * block.dim * output * table.wire_bytes / 4.0 for block, output in zip(work, outputs)]
+        ids = [0.0 if replicas else block.pooling_factor for block in work]
+        return cls(contributions(work), np.asarray(ids), np.asarray(columns))
 
 
 @dataclass(frozen=True)
@@ -63,14 +102,18 @@ class Background:
 
     @classmethod
     def of(
-        cls, problem: ShardingProblem, z_dim: int, contributions: Contributions, collectives: CollectiveModel | None
+        cls,
+        problem: ShardingProblem,
+        z_dim: int,
+        part_of: Callable[[int, Spread], SpreadPart],
+        collectives: CollectiveModel | None,
     ) -> Background:
         """Sums up the spread tables of a problem.
 
         Args:
             problem: its ``spread`` says which they are.
             z_dim: length of a contribution.
-            contributions: of a table's blocks to their ranks' sums.
+            part_of: what each adds, given with how it lies.
             collectives: price theirs; None where contributions include them.
         """
         ranks = problem.cluster.world_size
@@ -80,12 +123,12 @@ class Background:
         for table, spread in enumerate(problem.spread):
             if spread is None:
                 continue
-            blocks = problem.blocks(table, spread)
-            rank = [block.rank for block in blocks]
-            np.add.at(sums[:, problem.group_of(table, spread.kind)], rank, contributions(table, spread))
+            part = part_of(table, spread)
+            rank = [block.rank for block in problem.blocks(table, spread)]
+            np.add.at(sums[:, problem.group_of(table, spread.kind)], rank, part.z)
             lookup = problem.lookup_of(table, spread.kind)
-            np.add.at(ids[lookup], rank, spread_ids(problem, table, spread))
-            np.add.at(columns[lookup], rank, spread_columns(problem, table, spread))
+            np.add.at(ids[lookup], rank, part.ids)
+            np.add.at(columns[lookup], rank, part.columns)
         comms = np.zeros(2) if collectives is None else _comms_ms(problem, collectives)
         return cls(sums, ids, columns, comms)
 
@@ -103,27 +146,12 @@ def spread_work(problem: ShardingProblem, index: int, spread: Spread) -> tuple[S
             return row_block_work(table, first, last, problem.global_batch_size, block.width)
         return replace(ShardWork.whole(table, problem.global_batch_size), dim=block.width)
 
-    return tuple(of_block(block) for block in problem.blocks(index, spread))
-
-
-def spread_ids(problem: ShardingProblem, index: int, spread: Spread) -> NDArray[np.float64]:
-    """[blocks] ids per sample that travel to each block; none to replicas."""
-    work = spread_work(problem, index, spread)
-    return np.asarray([0.0 if spread.kind == DATA_PARALLEL else block.pooling_factor for block in work])
-
-
-def spread_columns(problem: ShardingProblem, index: int, spread: Spread) -> NDArray[np.float64]:
-    """[blocks] output columns per sample that each block's rank sends by an all-to-all among all ranks.
-
-    Rows that an unpooled table's blocks looked up are sent as they are; sums of pooled ones meet in other collectives.
-    """
-    table = problem.tables[index]
-    if spread.kind == DATA_PARALLEL or (spread.kind in ROW_TYPES and not table.unpooled):
-        return np.zeros(len(problem.blocks(index, spread)))
-    if spread.kind in ROW_TYPES:
-        work = spread_work(problem, index, spread)
-        return np.asarray([block.pooling_factor * block.dim * table.wire_bytes / 4.0 for block in work])
-    return np.asarray([block.width * table.outputs for block in problem.blocks(index, spread)])
+    blocks = problem.blocks(index, spread)
+    if table.id_order == SCATTERED:  # blocks of one size are alike
+        alike = {(block.rows, block.width): block for block in blocks}
+        known = {size: of_block(block) for size, block in alike.items()}
+        return tuple(known[block.rows, block.width] for block in blocks)
+    return tuple(of_block(block) for block in blocks)
 
 
 def _comms_ms(problem: ShardingProblem, collectives: CollectiveModel) -> NDArray[np.float64]:

@@ -22,7 +22,7 @@ except ImportError as error:
     from torchrec_neuroshard._versions import installed_stack
 
     raise ImportError(
-        "torchrec_neuroshard.adapters.planner_provider needs the planner executor of TorchRec 1.9 or later, and "
+        "torchrec_neuroshard.planner_provider needs the planner executor of TorchRec 1.9 or later, and "
         f"{installed_stack().version('torchrec')} is installed. Give NeuroShardPlanner's plan to "
         "DistributedModelParallel(plan=...) instead."
     ) from error
