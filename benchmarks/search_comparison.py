@@ -37,7 +37,8 @@ from torchrec_neuroshard.costs.hardware import detect_hardware
 from torchrec_neuroshard.costs.model import CostModel, CostModelError
 from torchrec_neuroshard.costs.registry import resolve_cost_model
 from torchrec_neuroshard.measure.store import MeasurementStore, RecordError, read_records
-from torchrec_neuroshard.problem import InfeasibleError, Placement, ShardingProblem, check_placement
+from torchrec_neuroshard.placement_check import check_placement
+from torchrec_neuroshard.problem import InfeasibleError, Placement, ShardingProblem
 from torchrec_neuroshard.search import SearchConfig, find_placement
 
 DEFAULT_STORE = Path("out/search_comparison.jsonl")

@@ -28,6 +28,7 @@ from benchmarks.paper_tasks import weights_only_problem
 from torchrec_neuroshard.costs.hardware import detect_hardware
 from torchrec_neuroshard.costs.model import CostModel, CostModelError
 from torchrec_neuroshard.costs.registry import resolve_cost_model
+from torchrec_neuroshard.placement_check import check_placement
 from torchrec_neuroshard.problem import (
     WIDTH_MULTIPLE,
     InfeasibleError,
@@ -35,7 +36,6 @@ from torchrec_neuroshard.problem import (
     Shard,
     ShardingProblem,
     Table,
-    check_placement,
 )
 from torchrec_neuroshard.search import SearchConfig, find_placement
 from torchrec_neuroshard.search.feasibility import feasible_placement

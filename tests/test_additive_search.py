@@ -20,7 +20,8 @@ from torchrec_neuroshard import NeuroShardPlanner
 from torchrec_neuroshard.adapters import compat
 from torchrec_neuroshard.costs.additive_simulator import AdditiveObjective, simulate, single_shard_costs
 from torchrec_neuroshard.costs.simulator import PlanSimulator
-from torchrec_neuroshard.problem import Placement, Shard, check_placement
+from torchrec_neuroshard.placement_check import check_placement
+from torchrec_neuroshard.problem import Placement, Shard
 from torchrec_neuroshard.search import SearchConfig, find_placement
 from torchrec_neuroshard.search.lower_bound import _dual_feasible_functions, lower_bound_ms
 

@@ -26,7 +26,8 @@ from benchmarks.known_optima.problems import ADDITIVE, FAMILIES, FUSED, ROOMY_FI
 from benchmarks.known_optima.reference import PROVED, Ways, finer_ways, placement_from, reference_ways
 from torchrec_neuroshard.costs.additive_simulator import Objective, simulate, single_shard_costs
 from torchrec_neuroshard.costs.model import CostModel
-from torchrec_neuroshard.problem import COLUMN_WISE, WIDTH_MULTIPLE, ShardingProblem, TableOptions, check_placement
+from torchrec_neuroshard.placement_check import check_placement
+from torchrec_neuroshard.problem import COLUMN_WISE, WIDTH_MULTIPLE, ShardingProblem, TableOptions
 
 SMALL = {False: Family("small", additive=False, tables=(2, 3), ranks=(2, 3)),
          True: Family("small", additive=True, tables=(2, 3), ranks=(2, 3))}  # fmt: skip

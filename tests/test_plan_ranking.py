@@ -47,7 +47,8 @@ from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.measure import probe
 from torchrec_neuroshard.measure.specs import GroupSpec
 from torchrec_neuroshard.measure.store import MeasurementStore, RecordError, read_records
-from torchrec_neuroshard.problem import Placement, check_placement
+from torchrec_neuroshard.placement_check import check_placement
+from torchrec_neuroshard.problem import Placement
 from torchrec_neuroshard.workload import Workload, WorkloadError
 
 ANALYTIC = "analytic/generic_cpu"

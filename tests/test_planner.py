@@ -47,6 +47,7 @@ from torchrec_neuroshard.adapters.module_tables import collect_tables
 from torchrec_neuroshard.adapters.sharding_plan import one_shard_per_rank
 from torchrec_neuroshard.adapters.storage import ShardStorage
 from torchrec_neuroshard.adapters.topology import DetectedMachine
+from torchrec_neuroshard.placement_check import check_placement
 from torchrec_neuroshard.problem import (
     COLUMN_WISE,
     TABLE_WISE,
@@ -56,7 +57,6 @@ from torchrec_neuroshard.problem import (
     ShardingProblem,
     Table,
     TableOptions,
-    check_placement,
 )
 from torchrec_neuroshard.search import SearchConfig
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.problems import WeightMemory, random_problem, untrained_model, whole_table_placements
 from torchrec_neuroshard.costs.simulator import PlanSimulator
+from torchrec_neuroshard.placement_check import check_placement
 from torchrec_neuroshard.problem import (
     COLUMN_WISE,
     TABLE_WISE,
@@ -23,7 +24,6 @@ from torchrec_neuroshard.problem import (
     Pipeline,
     ShardingProblem,
     TableOptions,
-    check_placement,
 )
 from torchrec_neuroshard.search import SearchConfig, find_placement
 from torchrec_neuroshard.search.beam import Scored, beam_search, score

@@ -26,7 +26,8 @@ from torchrec_neuroshard.costs.additive import AdditiveGroupModel
 from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.costs.simulator import PlanSimulator
 from torchrec_neuroshard.measure.store import read_records
-from torchrec_neuroshard.problem import TABLE_WISE, Pipeline, ShardingProblem, Table, TableOptions, check_placement
+from torchrec_neuroshard.placement_check import check_placement
+from torchrec_neuroshard.problem import TABLE_WISE, Pipeline, ShardingProblem, Table, TableOptions
 from torchrec_neuroshard.search import SearchConfig, find_placement
 
 ANALYTIC = "analytic/generic_cpu"

@@ -17,6 +17,7 @@ from torchrec_neuroshard.costs.features import segment_sums, shard_features
 from torchrec_neuroshard.costs.hardware import HARDWARE
 from torchrec_neuroshard.costs.row_wise import row_wise_work
 from torchrec_neuroshard.costs.simulator import PlanSimulator
+from torchrec_neuroshard.placement_check import check_placement
 from torchrec_neuroshard.problem import (
     DATA_PARALLEL,
     EVERYWHERE_TYPES,
@@ -28,7 +29,6 @@ from torchrec_neuroshard.problem import (
     Spread,
     Table,
     TableOptions,
-    check_placement,
 )
 from torchrec_neuroshard.search import SearchConfig, find_placement
 from torchrec_neuroshard.search.lower_bound import lower_bound_ms

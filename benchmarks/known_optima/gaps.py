@@ -13,7 +13,8 @@ from benchmarks.known_optima.problems import Family
 from benchmarks.known_optima.reference import PROVED, Optimum, placement_from, reference_ways
 from torchrec_neuroshard.costs.additive_simulator import AdditiveObjective, Objective, simulate, single_shard_costs
 from torchrec_neuroshard.costs.model import CostModel
-from torchrec_neuroshard.problem import WIDTH_MULTIPLE, InfeasibleError, ShardingProblem, check_placement
+from torchrec_neuroshard.placement_check import check_placement
+from torchrec_neuroshard.problem import WIDTH_MULTIPLE, InfeasibleError, ShardingProblem
 from torchrec_neuroshard.search import SearchConfig, SearchResult, find_placement
 
 _FINEST_LIMIT = 20.0  # seconds of CP-SAT, which few problems need

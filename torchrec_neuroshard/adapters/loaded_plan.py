@@ -19,13 +19,13 @@ from torchrec_neuroshard.adapters.saved_plan import PlanFile
 from torchrec_neuroshard.adapters.split_search import SplitSearch
 from torchrec_neuroshard.adapters.table_constraints import DENSE, SHARDING_TYPES
 from torchrec_neuroshard.costs.additive_simulator import simulate
+from torchrec_neuroshard.placement_check import check_placement
 from torchrec_neuroshard.problem import (
     DATA_PARALLEL,
     FUSED_KERNELS,
     SPREAD_TYPES,
     Placement,
     ShardingProblem,
-    check_placement,
 )
 from torchrec_neuroshard.search import SearchResult
 
