@@ -257,3 +257,23 @@ def test_a_reader_that_goes_away_is_no_traceback(workload: Path) -> None:
         process.stdout.close()
         assert "Traceback" not in process.stderr.read()
     assert process.returncode == 141
+
+
+def test_the_plan_says_why_it_is_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four tables of 1 GiB in 2.3 GiB of device memory, one of sequences: some go to host memory, and that is said."""
+    tables = [
+        {"name": f"t{index}", "num_embeddings": 4 * 2**20, "embedding_dim": 64, "unpooled": index == 3}
+        for index in range(4)
+    ]
+    file = write(tmp_path / "large.json", tables=tables)
+    options = ["plan", str(file), "--world-size", "2", "--device", "cuda", "--hardware", "h100_sxm", "--hbm-gb", "1.5"]
+    assert main([*options, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    hosted = [name for name, table in content["tables"].items() if "uvm" in table["compute_kernel"]]
+    assert hosted and any(repr(hosted[0]) in note and "host memory" in note for note in content["notes"])
+    for name in hosted:
+        table = content["tables"][name]
+        assert ("cache_load_factor" in table) == (table["compute_kernel"] == "fused_uvm_caching")
+    assert main(options) == 0
+    printed = capsys.readouterr().out
+    assert "(fused_uvm" in printed and "lies in host memory" in printed

@@ -190,6 +190,7 @@ def _plan(request: Request, options: argparse.Namespace) -> PlanOutput:
         remark=remark,
         uncertainty=report.uncertainty if report is not None else None,
         lower_bound_ms=report.lower_bound_ms if report is not None else None,
+        notes=report.notes if report is not None else (),
     )
 
 

@@ -12,6 +12,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.adapters.topology import DetectedMachine
 from torchrec_neuroshard.costs.plan_uncertainty import PlanUncertainty
+from torchrec_neuroshard.problem import FUSED, UVM_CACHING
 from torchrec_neuroshard.workload import Workload
 
 _GIB = 1024**3
@@ -36,6 +37,7 @@ class PlanOutput:
         remark: why there is no prediction.
         lower_bound_ms: what every plan costs at least, where that was proved.
         uncertainty: how sure the prediction is; None where nobody can say.
+        notes: why the plan is as it is, and what follows from it.
     """
 
     planner: str
@@ -51,6 +53,7 @@ class PlanOutput:
     remark: str
     uncertainty: PlanUncertainty | None = None
     lower_bound_ms: float | None = None
+    notes: tuple[str, ...] = ()
 
     def parameters(self) -> dict[str, Any]:
         """Table name -> TorchRec's ``ParameterSharding``, in the workload's order."""
@@ -76,6 +79,7 @@ class PlanOutput:
             "predicted_ms": self.predicted_ms,
             "lower_bound_ms": self.lower_bound_ms,
             "uncertainty": self.uncertainty.to_json() if self.uncertainty is not None else None,
+            "notes": list(self.notes),
             "memory_bytes_per_rank": [{"hbm": hbm, "ddr": ddr} for hbm, ddr in self.memory_bytes],
             "tables": {
                 name: _table_json(parameter, self.machine.world_size) for name, parameter in self.parameters().items()
@@ -92,14 +96,17 @@ def _table_json(parameter: Any, world_size: int) -> dict[str, Any]:
             {"rank": rank, "offset": list(shard.shard_offsets), "size": list(shard.shard_sizes)}
             for rank, shard in zip(parameter.ranks, parameter.sharding_spec.shards)
         ]
-    return {"sharding_type": parameter.sharding_type, "compute_kernel": parameter.compute_kernel, "shards": shards}
+    result = {"sharding_type": parameter.sharding_type, "compute_kernel": parameter.compute_kernel, "shards": shards}
+    if parameter.compute_kernel == UVM_CACHING and parameter.cache_params is not None:
+        result["cache_load_factor"] = parameter.cache_params.load_factor
+    return result
 
 
 def print_tables(output: PlanOutput) -> None:
     """Prints the plan for a person: totals, then one line per rank."""
     console = Console(highlight=False, soft_wrap=True)
     content = output.to_json()
-    types = Counter(table["sharding_type"] for table in content["tables"].values())
+    types = Counter(_kind(table) for table in content["tables"].values())
     console.print(
         f"{output.workload.name}: {len(output.workload.tables)} tables on {output.machine.world_size} ranks, "
         f"{output.batch_size} samples per iteration, pipeline {output.pipeline}",
@@ -119,9 +126,15 @@ def print_tables(output: PlanOutput) -> None:
         console.print(f"Proved: at most {gap:.1%} from the best plan that there is, by these costs.", markup=False)
     if output.uncertainty is not None:
         console.print(output.uncertainty.summary(), markup=False)
-        for sentence in output.uncertainty.sentences():
-            console.print(f"- {sentence}", markup=False)
     console.print(_rank_table(output, content["tables"]))
+    for note in output.notes:
+        console.print(f"- {note}", markup=False)
+
+
+def _kind(table: dict[str, Any]) -> str:
+    """Sharding type, and the kernel where it is not the usual one."""
+    usual = table["compute_kernel"] in (FUSED, "dense")
+    return table["sharding_type"] if usual else f"{table['sharding_type']} ({table['compute_kernel']})"
 
 
 def _rank_table(output: PlanOutput, tables: dict[str, Any]) -> Table:
