@@ -11,8 +11,26 @@ from rich.table import Table as RichTable
 
 from benchmarks.significance import RatioEstimate, geometric_mean, ratio_estimate
 from benchmarks.two_hosts_plans import DEFAULT, OURS
+from torchrec_neuroshard.problem import (
+    COLUMN_WISE,
+    DATA_PARALLEL,
+    GRID_SHARD,
+    ROW_WISE,
+    TABLE_COLUMN_WISE,
+    TABLE_ROW_WISE,
+    TABLE_WISE,
+)
 
 PLAN_KIND, ROUND_KIND = "two_hosts_plan", "two_hosts_round"
+_ABBREVIATIONS = {
+    DATA_PARALLEL: "DP",
+    TABLE_WISE: "TW",
+    COLUMN_WISE: "CW",
+    ROW_WISE: "RW",
+    TABLE_ROW_WISE: "TWRW",
+    TABLE_COLUMN_WISE: "TWCW",
+    GRID_SHARD: "GRID",
+}
 _CASE = ("workload", "workload_id", "link_gbps", "intra_host_gb_per_s")
 
 
@@ -149,21 +167,24 @@ def print_summary(cases: Sequence[CaseResult], console: Console) -> None:
 
 
 def _case_table(case: CaseResult) -> RichTable:
-    rounds = case.planners[0].ours_to_this.rounds
-    table = RichTable(
-        title=f"{case.workload}, link of {case.link_gbps:g} Gbit/s, {rounds} rounds, medians", title_justify="left"
+    rounds = case.of(OURS).ours_to_this.rounds
+    title = f"{case.workload}, link of {case.link_gbps:g} Gbit/s: measured in {rounds} rounds, and predicted"
+    table = RichTable(title=title, title_justify="left")
+    left, right = (
+        ("planner", "tables"),
+        ("link MB", "one way", "step ms", "ours / it (95 %)", "predicted ms", "its rating"),
     )
-    headings = ("planner", "tables", "link MB/step", "busier direction", "step ms", "ours to it (95 %)")
-    for heading in (*headings, "predicted ms", "TorchRec's rating"):
-        table.add_column(heading, justify="left" if heading in ("planner", "tables") else "right")
+    for heading in left:
+        table.add_column(heading)
+    for heading in right:
+        table.add_column(heading, justify="right", no_wrap=True)
     for result in case.planners:
         ratio = result.ours_to_this
-        types = " ".join(f"{''.join(word[0] for word in kind.split('_'))}:{n}" for kind, n in result.types.items())
         table.add_row(
             result.planner,
-            types,
-            f"{result.link_bytes / 1e6:.3f}",
-            f"{result.busiest_bytes / 1e6:.3f}",
+            " ".join(f"{_ABBREVIATIONS[kind]}:{count}" for kind, count in result.types.items()),
+            f"{result.link_bytes / 1e6:.2f}",
+            f"{result.busiest_bytes / 1e6:.2f}",
             f"{result.step_ms:.1f}",
             "" if result.planner == OURS else f"{ratio.ratio:.3f} ({ratio.low:.3f} to {ratio.high:.3f})",
             f"{result.predicted_ms:.1f}",

@@ -65,9 +65,9 @@ def load_two_hosts_source(source: str, ranks: int) -> Workload:
     if workload.batch_size is None or workload.batch_size % ranks:
         raise WorkloadError(f"{source}: batch_size must be a multiple of {ranks}, got {workload.batch_size}; set it")
     for table in workload.tables:
-        if table.weighted or table.unpooled or table.optimizer != "sgd" or table.data_type != "fp32":
+        if table.weighted or table.optimizer != "sgd" or table.data_type != "fp32":
             raise WorkloadError(
-                f"{source}: table {table.name!r} is weighted, unpooled, not fp32 or not trained with sgd; "
+                f"{source}: table {table.name!r} is weighted, not fp32 or not trained with sgd; "
                 "this benchmark trains plain pooled tables only"
             )
     return workload
