@@ -49,7 +49,7 @@ def neuroshard_inputs(
     costs, knows_access = VARIANTS[planner]
     model = _base_model(cost_model)
     inputs = {
-        "planner": f"torchrec_neuroshard NeuroShardPlanner, code {_code_fingerprint()}",
+        "planner": f"torchrec_neuroshard NeuroShardPlanner, code {code_fingerprint()}",
         "cost_model": {
             "name": model.name,
             "provenance": model.provenance,
@@ -158,7 +158,7 @@ def _model_fingerprint(cost_model: str) -> str:
 
 
 @cache
-def _code_fingerprint() -> str:
+def code_fingerprint() -> str:
     """A hash of the code that a plan depends on."""
     root = Path(torchrec_neuroshard.__file__).parent
     files = [root / name for name in ("access.py", "layout.py", "problem.py", "workload.py", "planner.py")]
