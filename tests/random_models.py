@@ -202,6 +202,8 @@ def _layout_faults(
         if [count for _, _, count, _ in shards] != sizes or ranks != list(range(world)):
             return [f"row blocks {shards} on {ranks}"]
     if kind in ("table_row_wise", "grid_shard"):
+        if world % local:
+            return [f"{kind} on {world} ranks of hosts of {local}, which the run time takes for one host"]
         block = -(-rows // local)
         sizes = [max(0, min(block, rows - rank * block)) for rank in range(local)]
         for start in range(0, len(shards), local):

@@ -177,3 +177,19 @@ def test_columns_within_a_host_are_cut_where_the_table_fits_on_no_rank() -> None
     assert len(sharding.ranks) == 2 and len({rank // 2 for rank in sharding.ranks}) == 1  # type: ignore[attr-defined]
     with pytest.raises(PlannerError, match="table_column_wise it needs .* GiB of HBM"):
         plan(0.5)
+
+
+def test_rows_are_not_cut_within_hosts_that_are_not_full() -> None:
+    """TorchRec's run time takes three ranks of hosts of two for one host of three, and fails on what was cut for two."""
+    model = nn.Sequential(bag_collection(bag_config("t", 1_001, 64)))
+    topology = Topology(world_size=3, local_world_size=2, compute_device="cuda")
+    sharders: list[ModuleSharder[nn.Module]] = [EmbeddingBagCollectionSharder()]  # type: ignore[list-item]
+
+    def plan(kinds: list[str]) -> object:
+        constraints = {"t": ParameterConstraints(sharding_types=kinds)}
+        planner = NeuroShardPlanner(topology, 64, constraints, cost_model=ANALYTIC, hardware="h100_sxm")
+        return planner.plan(model, sharders).plan["0"]["t"].sharding_type  # type: ignore[index]
+
+    with pytest.raises(PlannerError, match="world size is a multiple of the ranks of a host"):
+        plan([TABLE_ROW_WISE, GRID_SHARD])
+    assert plan([TABLE_ROW_WISE, ROW_WISE]) == ROW_WISE

@@ -265,7 +265,13 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         self._num_proposals = self._num_plans = 0
         sharders = get_default_sharders() if sharders is None else sharders
         tables = collect_tables(
-            module, sharders, self._constraints, self._topology.compute_device, self._batch_size, self._table_stats
+            module,
+            sharders,
+            self._constraints,
+            self._topology.compute_device,
+            self._batch_size,
+            self._table_stats,
+            whole_hosts=self._topology.world_size % compat.intra_group_size(self._topology) == 0,
         )
         if not tables and not delegated_modules(module, sharders):
             return ShardingPlan({})

@@ -140,8 +140,6 @@ class Cluster:
         intra_host_gbps: GB/s between two ranks of a host.
         inter_host_gbps: GB/s between two hosts, per rank.
         pipeline: how the training loop overlaps work.
-        host_size: ranks among which TorchRec cuts what stays within a host; 0 for ``local_world_size``, which is more
-            where fast links join several hosts to a pod.
     """
 
     world_size: int
@@ -152,16 +150,15 @@ class Cluster:
     intra_host_gbps: float = 600.0
     inter_host_gbps: float = 12.5
     pipeline: Pipeline = Pipeline.SPARSE_DIST
-    host_size: int = 0
 
     @property
     def ranks_per_host(self) -> int:
-        """Ranks among which tables are cut that stay within a host."""
-        return self.host_size or self.local_world_size
+        """Ranks among which tables are cut that stay within a host, or within a pod of hosts, as TorchRec has it."""
+        return self.local_world_size
 
     @property
     def hosts(self) -> int:
-        """Hosts on which such tables may lie; ranks left over when hosts are not full get none."""
+        """Full hosts; where ranks are left over, TorchRec's run time cuts no rows within hosts."""
         return self.world_size // self.ranks_per_host
 
     def __post_init__(self) -> None:

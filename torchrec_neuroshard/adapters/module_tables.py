@@ -26,6 +26,7 @@ from torchrec_neuroshard.problem import (
     FUSED,
     GRID_SHARD,
     TABLE_COLUMN_WISE,
+    TABLE_ROW_WISE,
     WIDTH_MULTIPLE,
     Table,
     TableOptions,
@@ -123,6 +124,7 @@ def collect_tables(
     device: str,
     batch_size: int,
     table_stats: TableStats | None = None,
+    whole_hosts: bool = True,
 ) -> tuple[ShardableTable, ...]:
     """Collects the tables that the sharders would shard, in the model's order, but those left to TorchRec's planner.
 
@@ -133,6 +135,8 @@ def collect_tables(
         device: compute device of the topology.
         batch_size: samples per rank.
         table_stats: measured pooling factors and access distributions.
+        whole_hosts: whether all hosts have as many ranks; else rows cannot be cut within hosts, because TorchRec's
+            run time then takes all ranks for one host.
 
     Raises:
         PlannerError: a table needs something that this version does not plan, or constraints leave nothing.
@@ -154,6 +158,8 @@ def collect_tables(
             offered = list(sharder.sharding_types(device))
             if kind.unpooled and device == "cpu" and DATA_PARALLEL in offered:
                 offered.remove(DATA_PARALLEL)  # FBGEMM's dense kernel sums over bags there (1.8), whatever it is told
+            if not whole_hosts:
+                offered = [type_ for type_ in offered if type_ not in (TABLE_ROW_WISE, GRID_SHARD)]
             types[key] = {type_: list(sharder.compute_kernels(type_, device)) for type_ in offered}
         constraint = constraints.get(name) if constraints else None
         check_device(full_name, constraint, device)

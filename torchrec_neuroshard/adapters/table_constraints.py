@@ -72,7 +72,8 @@ def allowed_options(
     if not pairs:
         raise PlannerError(
             f"Table {table!r}: no sharding type and compute kernel is left. The constraints ask for sharding types "
-            f"{wanted_types or 'any'} and kernels {wanted_kernels or 'any'}, the sharder offers {dict(offered)}. "
+            f"{wanted_types or 'any'} and kernels {wanted_kernels or 'any'}, the sharder offers {dict(offered)} "
+            "(table_row_wise and grid_shard only where the world size is a multiple of the ranks of a host). "
             "Relax the constraints or use a sharder that offers them.",
             error_type("STRICT_CONSTRAINTS"),
         )

@@ -142,7 +142,6 @@ def planning_cluster(
         intra_host_gbps=intra,
         inter_host_gbps=inter,
         pipeline=pipeline,
-        host_size=min(topology.local_world_size, topology.world_size),
     )
 
 
