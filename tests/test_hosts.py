@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -154,7 +155,9 @@ def test_plans_of_types_within_hosts_are_built_as_torchrecs(kind: str) -> None:
     if kind == TABLE_COLUMN_WISE:  # one shard is enough
         assert [list(shard.shard_sizes) for shard in mine.sharding_spec.shards] == [[1_001, 256]]
         return
-    shape = lambda plan: [(list(s.shard_sizes), list(s.shard_offsets)) for s in plan.sharding_spec.shards]  # noqa: E731
+    def shape(sharding: Any) -> list[tuple[list[int], list[int]]]:
+        return [(list(shard.shard_sizes), list(shard.shard_offsets)) for shard in sharding.sharding_spec.shards]
+
     assert shape(mine) == shape(other)
     hosts = {rank // 2 for rank in mine.ranks}
     assert len(mine.ranks) == len(other.ranks) and len(hosts) == (2 if kind == GRID_SHARD else 1)
@@ -180,7 +183,7 @@ def test_columns_within_a_host_are_cut_where_the_table_fits_on_no_rank() -> None
 
 
 def test_rows_are_not_cut_within_hosts_that_are_not_full() -> None:
-    """TorchRec's run time takes three ranks of hosts of two for one host of three, and fails on what was cut for two."""
+    """TorchRec's run time takes three ranks of hosts of two for one host of three, and fails on cuts for two."""
     model = nn.Sequential(bag_collection(bag_config("t", 1_001, 64)))
     topology = Topology(world_size=3, local_world_size=2, compute_device="cuda")
     sharders: list[ModuleSharder[nn.Module]] = [EmbeddingBagCollectionSharder()]  # type: ignore[list-item]
