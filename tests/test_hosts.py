@@ -155,6 +155,7 @@ def test_plans_of_types_within_hosts_are_built_as_torchrecs(kind: str) -> None:
     if kind == TABLE_COLUMN_WISE:  # one shard is enough
         assert [list(shard.shard_sizes) for shard in mine.sharding_spec.shards] == [[1_001, 256]]
         return
+
     def shape(sharding: Any) -> list[tuple[list[int], list[int]]]:
         return [(list(shard.shard_sizes), list(shard.shard_offsets)) for shard in sharding.sharding_spec.shards]
 
