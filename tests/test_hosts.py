@@ -152,9 +152,6 @@ def test_plans_of_types_within_hosts_are_built_as_torchrecs(kind: str) -> None:
     theirs = EmbeddingShardingPlanner(topology, 64, constraints=constraints).plan(model, sharders)
     mine, other = (plan.plan["0"]["t"] for plan in (ours, theirs))
     assert (mine.sharding_type, mine.compute_kernel) == (other.sharding_type, other.compute_kernel)
-    if kind == TABLE_COLUMN_WISE:  # one shard is enough
-        assert [list(shard.shard_sizes) for shard in mine.sharding_spec.shards] == [[1_001, 256]]
-        return
 
     def shape(sharding: Any) -> list[tuple[list[int], list[int]]]:
         return [(list(shard.shard_sizes), list(shard.shard_offsets)) for shard in sharding.sharding_spec.shards]
@@ -194,6 +191,24 @@ def test_rows_are_not_cut_within_hosts_that_are_not_full() -> None:
         planner = NeuroShardPlanner(topology, 64, constraints, cost_model=ANALYTIC, hardware="h100_sxm")
         return planner.plan(model, sharders).plan["0"]["t"].sharding_type  # type: ignore[index]
 
-    with pytest.raises(PlannerError, match="world size is a multiple of the ranks of a host"):
+    with pytest.raises(PlannerError, match="a multiple of a host's ranks"):
         plan([TABLE_ROW_WISE, GRID_SHARD])
     assert plan([TABLE_ROW_WISE, ROW_WISE]) == ROW_WISE
+
+
+def test_columns_within_a_host_are_cut_to_balance_too() -> None:
+    """A hot table that fits on a rank is cut over the ranks of its host; whole it would be the bottleneck."""
+    configs = [bag_config("hot", 1_000_000, 256), *(bag_config(f"t{index}", 1_000, 16) for index in range(4))]
+    model = nn.Sequential(bag_collection(*configs))
+    topology = Topology(world_size=8, local_world_size=4, compute_device="cuda")
+    sharders: list[ModuleSharder[nn.Module]] = [EmbeddingBagCollectionSharder()]  # type: ignore[list-item]
+    for kinds in ([TABLE_COLUMN_WISE], [TABLE_WISE, TABLE_COLUMN_WISE]):
+        constraints = {
+            "hot": ParameterConstraints(
+                sharding_types=kinds, compute_kernels=["fused"], pooling_factors=[100.0], min_partition=64
+            )
+        }
+        planner = NeuroShardPlanner(topology, 512, constraints, cost_model="analytic/h100_sxm", hardware="h100_sxm")
+        hot = planner.plan(model, sharders).plan["0"]["hot"]  # type: ignore[index]
+        assert hot.sharding_type == TABLE_COLUMN_WISE
+        assert len(set(hot.ranks)) == 4 and len({rank // 4 for rank in hot.ranks}) == 1

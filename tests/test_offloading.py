@@ -89,9 +89,25 @@ def test_cold_tables_go_to_host_memory_and_hot_ones_stay() -> None:
 
 def test_what_fits_nowhere_is_told_with_the_numbers() -> None:
     with pytest.raises(PlannerError) as error:
-        planner(topology(2.0, ddr_gib=1.5), constraints=POOLING).plan(MODEL, SHARDERS)
+        planner(topology(1.0, ddr_gib=1.5), constraints=POOLING).plan(MODEL, SHARDERS)
     assert error.value.error_type.name == "INSUFFICIENT_STORAGE"
     assert "GiB" in str(error.value)
+
+
+def test_host_memory_that_holds_some_tables_gets_those() -> None:
+    """6 GiB of tables in 4.4 GiB of device and 2 GiB of host memory, of which no rank's part holds them all."""
+    made = planner(topology(2.2, ddr_gib=1.1), constraints=POOLING)
+    kernels = kernels_of(made.plan(MODEL, SHARDERS))
+    assert sorted(kernels.values()).count("fused") >= 4
+    assert made.report is not None
+    assert (made.report.memory_bytes <= made.report.cluster.capacity).all()
+
+
+def test_a_key_value_store_is_the_last_resort() -> None:
+    both = ["fused", "fused_uvm", "key_value"]
+    constraints = {name: ParameterConstraints(compute_kernels=both) for name in POOLING}
+    kernels = kernels_of(planner(topology(2.2), constraints=constraints).plan(MODEL, SHARDERS))
+    assert set(kernels.values()) == {"fused", UVM}
 
 
 def test_more_device_memory_never_costs_more() -> None:

@@ -174,3 +174,20 @@ def test_kernels_in_host_memory_are_rated() -> None:
 def test_an_unknown_pipeline_is_an_error() -> None:
     with pytest.raises(ValueError, match="'prefetch'"):
         NeuroShardPerfModel(cpu_topology(2), cost_model=ANALYTIC, pipeline="eager")
+
+
+def test_a_tower_is_rated_as_the_planner_counts_it() -> None:
+    """By TorchRec's formula, as a module that is left to TorchRec's planner."""
+    from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
+    from torchrec.modules.embedding_tower import EmbeddingTower
+
+    tower = EmbeddingTower(bag_collection(bag_config("tower", 10_000, 64)), torch.nn.Linear(64, 4))
+    model_ = torch.nn.ModuleDict({"ours": bag_collection(bag_config("t", 200_000, 64)), "tower": tower})
+    sharders: list[Any] = [*bag_sharders(), EmbeddingTowerSharder()]
+    topology = Topology(2, "cuda", local_world_size=2)
+    settings: dict[str, Any] = {"cost_model": "analytic/h100_sxm", "hardware": "h100_sxm"}
+    planner = NeuroShardPlanner(topology, BATCH, stats=[], **settings)
+    planner.plan(model_, sharders)
+    rated = NeuroShardPerfModel(topology, sharders=sharders, **settings).rate(planner.get_selected_options())
+    assert planner.report is not None
+    assert rated == pytest.approx(planner.report.cost.total_ms, rel=0.02)

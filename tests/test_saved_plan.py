@@ -229,6 +229,58 @@ def test_a_damaged_file_is_an_error_that_names_it(saved: Path, change: Any, what
         planner(PlanFile(saved)).plan(model(), sharders())
 
 
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda document: "[" * 200_000, "cannot be read as JSON"),
+        (lambda document: edited(document, num_embeddings=-5), "num_embeddings and embedding_dim must be"),
+        (lambda document: edited(document, num_embeddings=10**30), "num_embeddings and embedding_dim must be"),
+        (lambda document: edited(document, cache_load_factor="abc"), "cache_load_factor must be a share"),
+        (lambda document: edited(document, cache_load_factor=float("nan")), "cache_load_factor must be a share"),
+        (lambda document: edited(document, sharding_type="grid_shard", shards=[]), "there are no shards"),
+    ],
+)
+def test_an_absurd_file_is_an_error_that_names_it(saved: Path, change: Any, what: str) -> None:
+    saved.write_text(change(saved.read_text()))
+    with pytest.raises(PlannerError, match=what) as error:
+        planner(PlanFile(saved)).plan(model(), sharders())
+    assert str(saved) in str(error.value)
+
+
+def edited(document: str, **fields: Any) -> str:
+    content = json.loads(document)
+    content["tables"][0] |= fields
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"rows": ParameterConstraints(compute_kernels=["key_value"])},
+        {
+            "copies": ParameterConstraints(
+                sharding_types=["data_parallel", "table_wise"], compute_kernels=["dense", "fused_uvm_caching"]
+            )
+        },
+    ],
+)
+def test_what_was_planned_can_be_loaded_again(tmp_path: Path, limits: dict[str, ParameterConstraints]) -> None:
+    file = PlanFile(tmp_path / "plan.json")
+    cuda: dict[str, Any] = {
+        "topology": Topology(RANKS, "cuda", local_world_size=RANKS),
+        "constraints": limits,
+        "cost_model": "analytic/h100_sxm",
+        "hardware": "h100_sxm",
+    }
+    ours = planner(**cuda)
+    first = plan_json(ours.plan(model(), sharders()))
+    file.save(ours)
+    again = planner(file, **cuda)
+    assert plan_json(again.plan(model(), sharders())) == first
+    assert "was loaded" in notes(again)
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
 def test_a_plan_that_no_longer_fits_is_refused(saved: Path) -> None:
     with pytest.raises(PlannerError, match=r"cannot be used: rank \d: .* bytes used of"):
         small = Topology(world_size=RANKS, local_world_size=RANKS, compute_device="cpu", ddr_cap=300_000)

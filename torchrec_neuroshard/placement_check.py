@@ -25,8 +25,8 @@ def check_placement(problem: ShardingProblem, placement: Placement) -> list[str]
     problem = problem.with_kernels(placement.kernels)
     faults: list[str] = [
         f"{table.name}: kernel {table.kernel} is not allowed"
-        for table, option in zip(problem.tables, problem.options)
-        if table.kernel not in option.kernels
+        for table, option, kind in zip(problem.tables, problem.options, placement.sharding_types)
+        if table.kernel not in option.kernels and kind != DATA_PARALLEL  # replicas have none of these
     ]
     used = np.zeros((problem.cluster.world_size, 2))
     columns: dict[int, int] = dict.fromkeys(range(len(problem.tables)), 0)

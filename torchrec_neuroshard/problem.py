@@ -43,8 +43,10 @@ FUSED = "fused"
 UVM = "fused_uvm"
 UVM_CACHING = "fused_uvm_caching"
 FUSED_KERNELS = (FUSED, UVM_CACHING, UVM)  # fastest first
-# Rows in a store of their own, beyond host memory: no cost model covers it, and a search never chooses it.
+# Rows in a store of their own, beyond host memory: no cost model covers it, and a search takes it as a last resort,
+# where a constraint allows it.
 KEY_VALUE = "key_value"
+PLANNED_KERNELS = (*FUSED_KERNELS, KEY_VALUE)
 
 
 class Pipeline(str, Enum):
@@ -177,7 +179,7 @@ class TableOptions:
     Attributes:
         sharding_types: allowed types, a subset of :data:`COLUMN_TYPES` and :data:`SPREAD_TYPES`.
         min_width: narrowest column shard; the table's whole dim when it must not be split.
-        kernels: allowed of :data:`FUSED_KERNELS`.
+        kernels: allowed of :data:`PLANNED_KERNELS`.
         load_factor: share of the rows that a cache is to hold; None leaves it to the search.
         even_width: columns of each shard of a table that may only be cut into equal shards, which are then put on ranks
             before the search; 0 where cuts are free.
@@ -473,6 +475,7 @@ __all__ = [
     "HOST_TYPES",
     "InfeasibleError",
     "KEY_VALUE",
+    "PLANNED_KERNELS",
     "Pipeline",
     "Placement",
     "ROW_TYPES",

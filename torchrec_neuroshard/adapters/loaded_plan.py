@@ -22,7 +22,7 @@ from torchrec_neuroshard.costs.additive_simulator import simulate
 from torchrec_neuroshard.placement_check import check_placement
 from torchrec_neuroshard.problem import (
     DATA_PARALLEL,
-    FUSED_KERNELS,
+    PLANNED_KERNELS,
     SPREAD_TYPES,
     Placement,
     ShardingProblem,
@@ -82,7 +82,7 @@ def load_plan(
         return None
     problem = search.narrowest()
     placement = _placement(name, list(options.values()), search.tables, problem)
-    faults = check_placement(problem, placement)
+    faults = list(dict.fromkeys(check_placement(problem, placement)))
     if faults:
         raise _failed(name, faults)
     _say(note, f"The {name} was loaded, not searched for.")
@@ -120,7 +120,7 @@ def _placement(
 def _faults(entry: ShardableTable, option: ShardingOption, problem: ShardingProblem) -> list[str]:
     """Why an option cannot be the table's; what is left is ``check_placement``'s to find."""
     kind, cluster = option.sharding_type, problem.cluster
-    kernels = (DENSE,) if kind == DATA_PARALLEL else FUSED_KERNELS
+    kernels = (DENSE,) if kind == DATA_PARALLEL else PLANNED_KERNELS
     if kind not in SHARDING_TYPES or option.compute_kernel not in kernels:
         return [f"{kind} with kernel {option.compute_kernel}, which NeuroShardPlanner does not plan"]
     ranks = [shard.rank for shard in option.shards]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Iterator, Mapping, Sequence
 
@@ -144,6 +145,7 @@ def collect_tables(
     found = [entry for entry in shardable_tables(module, sharders) if delegation_reason(entry[1]) is None]
     names = unique_names([(path, name) for path, _, _, name, _ in found])
     types: dict[str, dict[str, list[str]]] = {}
+    left_out: defaultdict[str, str] = defaultdict(str)
     kinds: dict[str, ModuleKind] = {}
     configs: dict[str, dict[str, BaseEmbeddingConfig]] = {}
     tables = []
@@ -157,15 +159,19 @@ def collect_tables(
         if key not in types:
             offered = list(sharder.sharding_types(device))
             if kind.unpooled and device == "cpu" and DATA_PARALLEL in offered:
-                offered.remove(DATA_PARALLEL)  # FBGEMM's dense kernel sums over bags there (1.8), whatever it is told
+                offered.remove(DATA_PARALLEL)
+                left_out[key] += f"; {DATA_PARALLEL} is left out, as FBGEMM's dense kernel sums sequences up on a CPU"
             if not whole_hosts:
                 offered = [type_ for type_ in offered if type_ not in (TABLE_ROW_WISE, GRID_SHARD)]
+                left_out[key] += (
+                    "; what cuts rows within a host needs a world size that is a multiple of a host's ranks"
+                )
             types[key] = {type_: list(sharder.compute_kernels(type_, device)) for type_ in offered}
         constraint = constraints.get(name) if constraints else None
         check_device(full_name, constraint, device)
         check_numbers(full_name, constraint)
         config = configs[path][name]
-        allowed_types, kernels = allowed_options(full_name, constraint, types[key], kind.processed)
+        allowed_types, kernels = allowed_options(full_name, constraint, types[key], kind.processed, left_out[key])
         if kind.unpooled and set(allowed_types) - {COLUMN_WISE, DATA_PARALLEL}:  # equal shards only: a last resort
             allowed_types = tuple(type_ for type_ in allowed_types if type_ != COLUMN_WISE)
         fused_params = {**fused_params_of(sharder), **kind.fused_params}

@@ -6,7 +6,6 @@ import math
 from typing import Any, Mapping, Sequence
 
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
-from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from torchrec_neuroshard.access import ID_ORDERS
 from torchrec_neuroshard.adapters.module_kinds import module_kind
@@ -56,7 +55,8 @@ class OptionTables:
             option.sharding_type in SHARDING_TYPES
             and option.compute_kernel in kernels
             and option.tensor.dtype in DATA_TYPES
-            and (option.is_pooled or isinstance(option.module[1], EmbeddingCollection))
+            and (kind := module_kind(option.module[1])) is not None
+            and kind.unpooled != option.is_pooled
             and self._is_cut_as_usual(option)
         )
 

@@ -15,7 +15,7 @@ from torchrec_neuroshard.problem import (
     DATA_PARALLEL,
     EVERYWHERE_TYPES,
     FUSED,
-    FUSED_KERNELS,
+    PLANNED_KERNELS,
     ROW_TYPES,
     SPREAD_TYPES,
     UVM_CACHING,
@@ -55,7 +55,7 @@ def simulated_problem(
     for index, entry in enumerate(tables):
         sharding: Any = (plan.get_plan_for_module(entry.module_path) or {})[entry.name]
         kind, kernel = sharding.sharding_type, sharding.compute_kernel
-        if kind not in SHARDING_TYPES or kernel not in ((DENSE,) if kind == DATA_PARALLEL else FUSED_KERNELS):
+        if kind not in SHARDING_TYPES or kernel not in ((DENSE,) if kind == DATA_PARALLEL else PLANNED_KERNELS):
             raise UnsimulatedPlanError(
                 f"table {entry.name!r} is {kind} with kernel {kernel}, which the cost models do not cover yet"
             )
@@ -75,7 +75,7 @@ def simulated_problem(
             ),
             key=lambda shard: shard.offset,
         )
-    options = (TableOptions(SHARDING_TYPES, 1, FUSED_KERNELS),) * len(tables)
+    options = (TableOptions(SHARDING_TYPES, 1, PLANNED_KERNELS),) * len(tables)
     memory = NoMemory()
     simulated = tuple(entry.with_kernel(*kernel).table for entry, kernel in zip(tables, kernels))
     problem = ShardingProblem(simulated, options, cluster, batch_size, memory)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 from enum import Enum
 from pathlib import Path
 from typing import Any, Mapping, Protocol, Sequence
@@ -30,6 +29,8 @@ from torchrec_neuroshard.adapters.names import qualified_name
 SCHEMA_VERSION = 1
 
 _SHOWN = 5  # differences that an error lists
+_LONGEST = 120  # characters of a value that an error shows
+_MOST = 2**60  # rows or columns
 _REMEDY = "Delete the file, or drop plan_loader=, to plan afresh; then save the new plan."
 
 
@@ -85,15 +86,15 @@ class PlanFile(PlanLoader):
         planned = [option for option in options if qualified_name(option.path, option.name) in inputs["tables"]]
         document = {"schema": SCHEMA_VERSION, "inputs": inputs, "tables": [_to_plain(option) for option in planned]}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+        aside = self.path.with_name(f".{self.path.name}.partial")  # one name: what a kill leaves is written over
         try:
-            with os.fdopen(handle, "w") as file:
+            with open(aside, "w") as file:
                 json.dump(document, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(aside, self.path)
         except BaseException:
-            os.unlink(aside)
+            aside.unlink(missing_ok=True)
             raise
 
     def load(self) -> dict[int, ShardingOption] | None:
@@ -106,10 +107,15 @@ class PlanFile(PlanLoader):
         if document is None:
             return None
         batch_size = _get(_get(document, "inputs", dict, self.path), "batch_size", int, f"{self.path}: inputs")
-        options = [
-            _from_plain(entry, batch_size, f"{self.path}: tables[{number}]")
-            for number, entry in enumerate(_get(document, "tables", list, self.path))
-        ]
+        options = []
+        for number, entry in enumerate(_get(document, "tables", list, self.path)):
+            where = f"{self.path}: tables[{number}]"
+            try:
+                options.append(_from_plain(entry, batch_size, where))
+            except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+                if isinstance(error, PlannerError):
+                    raise
+                raise _unreadable(f"{where}: {str(error).splitlines()[0]}") from error
         return {option.storage_hash(): option for option in options}
 
     def plan_context_hash(self) -> str | None:
@@ -146,7 +152,7 @@ class PlanFile(PlanLoader):
             document = json.loads(self.path.read_text())
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise _unreadable(f"{self.path}: cannot be read as JSON ({error})") from error
         schema = _get(document, "schema", int, self.path)
         if schema != SCHEMA_VERSION:
@@ -162,8 +168,8 @@ def plan_inputs(
 ) -> dict[str, Any]:
     """What a plan is made for, as plain data: what has to be the same for it to be used again.
 
-    Memory is not part of it: whether a plan fits is checked when it is loaded. Nor are measured statistics, which
-    decide how good a plan is and not whether it runs.
+    Memory is not part of it: whether a plan fits is checked when it is loaded. Nor are ``table_stats``, which decide
+    how good a plan is and not whether it runs; pooling factors in constraints are part of those.
 
     Args:
         tables: the tables.
@@ -221,13 +227,18 @@ def _differences(saved: Any, current: Any, where: str) -> list[str]:
         for key in [*saved, *(key for key in current if key not in saved)]:
             inner = f"{where}[{key!r}]" if where else key
             if key not in saved:
-                result.append(f"{inner} is new")
+                result.append(f"{inner} is new: {_short(current[key])}")
             elif key not in current:
-                result.append(f"{inner} is gone")
+                result.append(f"{inner} is gone: it was {_short(saved[key])}")
             else:
                 result += _differences(saved[key], current[key], inner)
         return result
     return [] if saved == current else [f"{where} was {saved!r} and is {current!r}"]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _to_plain(option: ShardingOption) -> dict[str, Any]:
@@ -260,6 +271,12 @@ def _from_plain(entry: Any, batch_size: int, where: str) -> ShardingOption:
         raise _unreadable(f"{where}: dtype is {dtype!r}, which torch does not know")
     size = _get(entry, "num_embeddings", int, where), _get(entry, "embedding_dim", int, where)
     load_factor = entry.get("cache_load_factor")
+    if load_factor is not None and not (_is_number(load_factor) and 0.0 < load_factor <= 1.0):
+        raise _unreadable(f"{where}: cache_load_factor must be a share above 0 and up to 1, got {load_factor!r}")
+    if not all(0 < extent <= _MOST for extent in size):
+        raise _unreadable(f"{where}: num_embeddings and embedding_dim must be 1 to {_MOST}, got {size}")
+    if entry.get("shards") == []:
+        raise _unreadable(f"{where}: there are no shards")
     return ShardingOption(
         name=_get(entry, "name", str, where),
         tensor=torch.empty(size, dtype=getattr(torch, dtype), device="meta"),
@@ -280,6 +297,10 @@ def _from_plain(entry: Any, batch_size: int, where: str) -> ShardingOption:
         cache_params=None if load_factor is None else CacheParams(load_factor=float(load_factor)),
         is_pooled=_get(entry, "is_pooled", bool, where),
     )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _pair(entry: Any, name: str, where: str) -> list[int]:

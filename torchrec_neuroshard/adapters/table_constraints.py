@@ -18,7 +18,7 @@ from torchrec_neuroshard.problem import (
     DATA_PARALLEL,
     FUSED_KERNELS,
     GRID_SHARD,
-    KEY_VALUE,
+    PLANNED_KERNELS,
     ROW_TYPES,
     SPREAD_TYPES,
     TABLE_COLUMN_WISE,
@@ -35,7 +35,11 @@ _NAMED_ONLY = (DATA_PARALLEL, GRID_SHARD)
 
 
 def allowed_options(
-    table: str, constraint: ParameterConstraints | None, offered: Mapping[str, Sequence[str]], processed: bool
+    table: str,
+    constraint: ParameterConstraints | None,
+    offered: Mapping[str, Sequence[str]],
+    processed: bool,
+    left_out: str = "",
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Types, and kernels with a fused optimizer, that the sharder offers and the constraints allow.
 
@@ -43,6 +47,7 @@ def allowed_options(
         table: its name, for errors.
         constraint: the user's.
         offered: the sharder's kernels by sharding type.
+        left_out: what the sharder offers beside, and why it is left out; for errors.
         processed: the table's module processes features; rows are then cut only where a constraint names the type, as
             in TorchRec, since a processor may go by position.
     """
@@ -53,7 +58,7 @@ def allowed_options(
         for kind, kernels in offered.items()
         if not wanted_types or kind in wanted_types
     }
-    planned = (*FUSED_KERNELS, KEY_VALUE) if wanted_kernels else FUSED_KERNELS
+    planned = PLANNED_KERNELS if wanted_kernels else FUSED_KERNELS
     fused = {kind: [kernel for kernel in planned if kernel in left[kind]] for kind in left}
     named_only = (*_NAMED_ONLY, *ROW_TYPES) if processed else _NAMED_ONLY
     allowed = [
@@ -72,9 +77,8 @@ def allowed_options(
     if not pairs:
         raise PlannerError(
             f"Table {table!r}: no sharding type and compute kernel is left. The constraints ask for sharding types "
-            f"{wanted_types or 'any'} and kernels {wanted_kernels or 'any'}, the sharder offers {dict(offered)} "
-            "(table_row_wise and grid_shard only where the world size is a multiple of the ranks of a host). "
-            "Relax the constraints or use a sharder that offers them.",
+            f"{wanted_types or 'any'} and kernels {wanted_kernels or 'any'}, the sharder offers {dict(offered)}"
+            f"{left_out}. Relax the constraints or use a sharder that offers them.",
             error_type("STRICT_CONSTRAINTS"),
         )
     raise unsupported(

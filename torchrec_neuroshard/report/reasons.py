@@ -21,7 +21,7 @@ def spread_reasons(simulator: PlanSimulator, placement: Placement, cost: PlanCos
     if not spread:
         return []
     alone = simulator.alone((t, problem.tables[t].embedding_dim) for t in spread).sum(axis=1).tolist()
-    mean_ms = float((cost.compute_ms + cost.forward_comms_ms + cost.backward_comms_ms).mean())
+    mean_ms = float(cost.compute_ms.mean())
     shares = simulator.shares(placement, cost)
     sentences = []
     for ms, t in sorted(zip(alone, spread), reverse=True)[:_NAMED]:
@@ -32,10 +32,12 @@ def spread_reasons(simulator: PlanSimulator, placement: Placement, cost: PlanCos
         elif not (problem.cluster.capacity >= whole).all(axis=1).any():
             reason = "whole it fits on no rank"
         elif ms > mean_ms:
-            reason = f"whole on one rank it would take {ms:.3f} ms, where a rank takes {mean_ms:.3f} ms on average"
+            reason = (
+                f"whole on one rank its lookups would take {ms:.3f} ms, where a rank takes {mean_ms:.3f} ms on average"
+            )
         else:
-            each = float(shares[t].sum(axis=1).mean())
-            reason = f"it takes {each:.3f} ms on each of its ranks in place of {ms:.3f} ms on one, which evens them out"
+            each = float(shares[t][:, :2].sum(axis=1).mean())
+            reason = f"its lookups take {each:.3f} ms on each of its ranks, whole they would take {ms:.3f} ms on one"
         sentences.append(f"Table {problem.tables[t].name!r} is {kind}: {reason}.")
     if len(spread) > _NAMED:
         sentences.append(f"{len(spread) - _NAMED} more tables are spread over ranks.")
@@ -51,9 +53,12 @@ def host_memory_reasons(problem: ShardingProblem) -> list[str]:
     result = []
     for table, option in zip(problem.tables, problem.options):
         if table.kernel == KEY_VALUE:
+            reason = "its constraints leave nothing else"
+            if FUSED in option.kernels:
+                reason = "the tables do not fit in the devices' memory, and its constraints leave nothing else off them"
             result.append(
-                f"Table {table.name!r} lies in a key-value store ({table.kernel}), as its constraints say: no cost "
-                "model covers that, its time counts as that of a table on the device."
+                f"Table {table.name!r} lies in a key-value store ({table.kernel}): {reason}. No cost model covers "
+                "that, its time counts as that of a table on the device."
             )
         elif table.kernel != FUSED:
             cache = f" with {table.load_factor:.0%} of its rows cached" if table.kernel == UVM_CACHING else ""

@@ -19,7 +19,7 @@ from torchrec_neuroshard.problem import (
     Spread,
 )
 
-# [tables] the type of each table that is to be spread, "" for others.
+# [tables] the type of each table that is to be spread, "" for others; "table_column_wise:4" for that many shards.
 Kinds = tuple[str, ...]
 
 
@@ -66,8 +66,8 @@ class _Hosts:
 
     def place(self, table: int, kind: str, weight: float) -> Spread:
         """Puts a table on a host; one of columns on several ranks of it, one cut by grid on several hosts."""
-        if kind == TABLE_COLUMN_WISE:
-            return self._place_columns(table, weight)
+        if kind.startswith(TABLE_COLUMN_WISE):
+            return self._place_columns(table, weight, int(kind.partition(":")[2] or 1))
         if kind == COLUMN_WISE:
             return self._place_evenly(table, weight)
         dim = self._problem.tables[table].embedding_dim
@@ -81,11 +81,12 @@ class _Hosts:
             pieces.append((width, host * self._size))
         return Spread(kind, tuple(pieces))
 
-    def _place_columns(self, table: int, weight: float) -> Spread:
-        """The fewest equal column shards that fit on ranks of one host."""
+    def _place_columns(self, table: int, weight: float, least: int) -> Spread:
+        """The fewest equal column shards, but ``least``, that fit on ranks of one host."""
+        cuts = _equal_widths(self._problem, table, self._size)
         spreads = [
             Spread(TABLE_COLUMN_WISE, tuple((width, 0) for width in widths))
-            for widths in _equal_widths(self._problem, table, self._size)
+            for widths in ([widths for widths in cuts if len(widths) >= least] or cuts[-1:])
         ]
         for spread in spreads:
             needed = self._memory(table, spread)[0]
@@ -123,6 +124,14 @@ class _Hosts:
     @staticmethod
     def _lightest(fits: Any, load: NDArray[np.float64]) -> int:
         return int(np.where(fits, load, np.inf).argmin()) if fits.any() else int(load.argmin())
+
+
+def host_column_kinds(problem: ShardingProblem, table: int) -> list[str]:
+    """The table's kinds of several column shards within a host, most shards first."""
+    if TABLE_COLUMN_WISE not in problem.options[table].sharding_types:
+        return []
+    counts = [len(widths) for widths in _equal_widths(problem, table, problem.cluster.ranks_per_host)]
+    return [f"{TABLE_COLUMN_WISE}:{count}" for count in reversed(counts) if count > 1]
 
 
 def grid_widths(problem: ShardingProblem, table: int) -> tuple[int, ...]:

@@ -7,7 +7,10 @@ A smaller cache takes fewer tables off the device, and misses more.
 
 from __future__ import annotations
 
-from typing import Callable, Iterator
+from typing import Callable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from torchrec_neuroshard.costs.additive_simulator import Objective, simulate
 from torchrec_neuroshard.problem import (
@@ -57,47 +60,70 @@ def choose_offloaded(problem: ShardingProblem, objective: Objective, out_of_time
         out_of_time: asked after a choice that fits was found.
 
     Raises:
-        InfeasibleError: whatever lies in host memory, something does not fit; the numbers are those of the choice that
-            takes the least memory.
+        InfeasibleError: no choice was found with which all fits; the numbers are those of the one that came nearest.
     """
     best: tuple[float, Kernels] | None = None
-    failure: InfeasibleError | None = None
-    for kernels, fits in _fewest_offloaded(problem):
-        if isinstance(fits, InfeasibleError):
-            failure = fits
+    failures: list[InfeasibleError] = []
+    for load_factor in (*LOAD_FACTORS, 0.0):
+        found = _fewest_offloaded(problem, load_factor)
+        if isinstance(found, InfeasibleError):
+            failures.append(found)
             continue
-        total_ms = simulate(fits, objective).cost(_feasible(fits)).total_ms
+        kernels, placement = found
+        total_ms = simulate(problem.with_kernels(kernels), objective).cost(placement).total_ms
         if best is None or total_ms < best[0]:
             best = total_ms, kernels
         if out_of_time():
             break
     if best is None:
-        assert failure is not None
-        raise failure
+        raise min(failures, key=_excess)
     return best[1]
 
 
-def _fewest_offloaded(problem: ShardingProblem) -> Iterator[tuple[Kernels, ShardingProblem | InfeasibleError]]:
-    """For each load factor the fewest tables in host memory that make the rest fit, or why none do."""
+def _fewest_offloaded(problem: ShardingProblem, load_factor: float) -> tuple[Kernels, Placement] | InfeasibleError:
+    """The fewest tables in host memory that make all fit, and where; or why none do.
+
+    Too many do not fit in host memory, and too few leave too much on the devices. So tables are taken, coldest first,
+    as long as host memory holds them, and tried from the number on with which totals fit the devices.
+    """
+    kept = required_kernels(problem, load_factor)
     order = _coldest_first(problem)
-    most = len(order)
-    for load_factor in (*LOAD_FACTORS, 0.0):
-        everything = _offloaded(problem, order[:most], load_factor)
-        fits = _fitting(problem, everything)
-        if isinstance(fits, InfeasibleError):
-            yield everything, fits
-            continue
-        low, high, found = -1, most, (everything, fits)  # ``low`` tables are too few
-        while high - low > 1:
-            middle = (low + high) // 2
-            kernels = _offloaded(problem, order[:middle], load_factor)
-            outcome = _fitting(problem, kernels)
-            if isinstance(outcome, InfeasibleError):
-                low = middle
-            else:
-                high, found = middle, (kernels, outcome)
-        yield found
-        most = high  # a smaller cache takes no more tables
+    device, host = _bytes(problem, kept), _bytes(problem, _offloaded(problem, order, load_factor))
+    room = problem.cluster.capacity.sum(axis=0)
+    used, taken = device.sum(axis=0), []
+    steps = [used]  # bytes in all when so many tables were taken
+    for table in order:
+        after = used - device[table] + host[table]
+        if after[1] <= room[1]:
+            used = after
+            taken.append(table)
+            steps.append(used)
+    first = next((count for count, total in enumerate(steps) if (total <= room).all()), len(taken))
+    failures: list[InfeasibleError] = []
+    more = 0
+    while True:
+        count = min(first + more, len(taken))
+        kernels = _offloaded(problem, taken[:count], load_factor)
+        placement = _fitting(problem, kernels)
+        if not isinstance(placement, InfeasibleError):
+            return kernels, placement
+        failures.append(placement)
+        if count == len(taken):
+            return min(failures, key=_excess)
+        more = 2 * more + 1
+
+
+def _excess(error: InfeasibleError) -> float:
+    """How many times what there is of the scarcer memory is needed."""
+    return max(needed / max(available, 1.0) for needed, available in zip(error.needed, error.available))
+
+
+def _bytes(problem: ShardingProblem, kernels: Kernels) -> NDArray[np.float64]:
+    """[tables, 2] bytes of HBM and DDR of whole tables with these kernels."""
+    with_kernels = problem.with_kernels(kernels)
+    shards = [(table, of.embedding_dim) for table, of in enumerate(problem.tables)]
+    with_kernels.prefetch_memory(shards)
+    return np.asarray([with_kernels.shard_memory(*shard) for shard in shards])
 
 
 def _coldest_first(problem: ShardingProblem) -> list[int]:
@@ -117,24 +143,20 @@ def _offloaded(problem: ShardingProblem, tables: list[int], load_factor: float) 
 
 
 def _in_host_memory(problem: ShardingProblem, table: int, load_factor: float) -> tuple[str, float]:
-    """The fastest of a table's kernels in host memory; without cache where the load factor is 0 and that is allowed."""
+    """The fastest of a table's kernels off the device; without cache where the load factor is 0 and that is allowed."""
     option = problem.options[table]
-    if KEY_VALUE in option.kernels:
-        return KEY_VALUE, 0.0
     allowed = [kernel for kernel in FUSED_KERNELS if kernel in option.kernels and kernel != FUSED]
     if UVM_CACHING in allowed and (load_factor > 0 or UVM not in allowed or option.load_factor is not None):
         return UVM_CACHING, option.load_factor or load_factor or LOAD_FACTORS[-1]
-    return UVM, 0.0
+    return (UVM if UVM in allowed else KEY_VALUE), 0.0
 
 
-def _fitting(problem: ShardingProblem, kernels: Kernels) -> ShardingProblem | InfeasibleError:
-    """The problem with these kernels, or why it does not fit."""
-    offloaded = problem.with_kernels(kernels)
+def _fitting(problem: ShardingProblem, kernels: Kernels) -> Placement | InfeasibleError:
+    """Where the problem fits with these kernels, or why it does not."""
     try:
-        _feasible(offloaded)
+        return _feasible(problem.with_kernels(kernels))
     except InfeasibleError as error:
         return error
-    return offloaded
 
 
 def _feasible(problem: ShardingProblem) -> Placement:

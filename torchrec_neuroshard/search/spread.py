@@ -31,7 +31,7 @@ from torchrec_neuroshard.problem import (
 from torchrec_neuroshard.search.beam import score
 from torchrec_neuroshard.search.config import SearchConfig
 from torchrec_neuroshard.search.feasibility import feasible_placement, least_width
-from torchrec_neuroshard.search.hosts import Kinds, fills_ranks, settle
+from torchrec_neuroshard.search.hosts import Kinds, fills_ranks, host_column_kinds, settle
 from torchrec_neuroshard.search.targets import fitting_splits, target_splits
 
 _SHARDS_PLACED = 60_000  # by all trials together, which bounds their time
@@ -160,8 +160,8 @@ def _raise_too_large(
     name = problem.tables[table].name
     scarce = int((needed / np.maximum(least, 1.0)).argmax())
     raise InfeasibleError(
-        f"table {name!r} does not fit: as {' or '.join(kinds)} it needs {needed[scarce] / 2**30:.3f} GiB of "
-        f"{('HBM', 'DDR')[scarce]} on a rank that has {max(least[scarce], 0.0) / 2**30:.3f} GiB",
+        f"table {name!r} does not fit: as {' or '.join(kinds)} it needs {needed[scarce] / 2**30:.4g} GiB of "
+        f"{('HBM', 'DDR')[scarce]} on a rank that has {max(least[scarce], 0.0) / 2**30:.4g} GiB",
         (float(needed[0]), float(needed[1])),
         (float(least[0]), float(least[1])),
         name,
@@ -191,7 +191,8 @@ class _Trials:
         if self._out_of_time():
             return best
         best_ms = self._ms(best)
-        for candidates in (self._by_rows(ROW_WISE), self._within_hosts(), self._replicated()):
+        first_cuts = [kinds[0] for kinds in self._column_kinds() if kinds]
+        for candidates in (self._by_rows(ROW_WISE), self._within_hosts(), first_cuts, self._replicated()):
             start = best
             failures = 0
             for table_kinds in _prefixes(candidates):
@@ -253,6 +254,13 @@ class _Trials:
             return found
         return [(t, kind) for t, kind in found if ROW_WISE not in self._problem.options[t].sharding_types]
 
+    def _column_kinds(self) -> list[list[tuple[int, str]]]:
+        """For each table, costliest first, its cuts into column shards within a host, most shards first."""
+        kinds = {t: host_column_kinds(self._problem, t) for t in range(len(self._problem.tables))}
+        tables = [t for t, found in kinds.items() if found]
+        cost = self._alone(tables)
+        return [[(t, kind) for kind in kinds[t]] for t in sorted(tables, key=lambda t: (-cost[t], t))]
+
     def _replicated(self) -> list[tuple[int, str]]:
         """Tables that may be data-parallel, those first that cost much for their size."""
         tables = [t for t, option in enumerate(self._problem.options) if DATA_PARALLEL in option.sharding_types]
@@ -262,7 +270,8 @@ class _Trials:
 
     def _one_by_one(self) -> Iterator[tuple[int, str]]:
         """Tables and types worth a trial of their own: costliest first, then smallest."""
-        lists = [self._by_rows(ROW_WISE), self._within_hosts(), self._replicated()]
+        cuts = [pair for kinds in self._column_kinds() for pair in kinds]
+        lists = [self._by_rows(ROW_WISE), self._within_hosts(), cuts, self._replicated()]
         for place in range(max(map(len, lists))):
             yield from (candidates[place] for candidates in lists if place < len(candidates))
 
