@@ -238,3 +238,13 @@ def test_an_optimizer_of_the_sharder_is_seen_on_sequences_too() -> None:
     sharders: list[Any] = [EmbeddingCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_ADAGRAD})]
     (entry,) = collect_tables(sequences(sequence_config("t", 100, ["x"])), sharders, None, "cpu", 64)
     assert entry.table.optimizer == "adagrad"
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_sequences_without_ids_are_planned() -> None:
+    """They send nothing, so that there are no columns to balance."""
+    model = nn.Sequential(sequences(*(sequence_config(name, 100, [name]) for name in "abc")))
+    constraints = {name: ParameterConstraints(pooling_factors=[0.0]) for name in "abc"}
+    planner = NeuroShardPlanner(cpu_topology(2), 64, constraints, cost_model=ANALYTIC)
+    plan = planner.plan(model, [EmbeddingCollectionSharder()])  # type: ignore[list-item]
+    assert set(plan.plan["0"]) == {"a", "b", "c"}  # type: ignore[arg-type]

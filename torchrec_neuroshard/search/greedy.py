@@ -160,7 +160,8 @@ def _place_chunk(
 
     owner = np.repeat(np.arange(count), grid)  # [pairs] candidate of each pair
     width = np.where(active, simulator.columns[kinds], 0.0)
-    allowed = np.tile(caps, count) * width.sum(axis=1)[owner] / ranks  # [pairs]
+    mean = np.maximum(width.sum(axis=1) / ranks, np.finfo(np.float64).tiny)  # sequences without ids have no columns
+    allowed = np.tile(caps, count) * mean[owner]  # [pairs]
     states = _Lineages(simulator, count, grid, int(siblings.max()) + 1)
     chosen = np.full((count * grid, longest), -1, dtype=np.int64)
     possible = np.ones(count * grid, dtype=bool)
