@@ -19,7 +19,7 @@ from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder
 
 from tests.problems import random_problem, untrained_model
-from tests.test_spread import SpreadMemory
+from tests.test_spread import SpreadMemory, check_search
 from torchrec_neuroshard import NeuroShardPlanner
 from torchrec_neuroshard.access import AccessDistribution
 from torchrec_neuroshard.costs.bucketize import bucketize_ms
@@ -27,7 +27,6 @@ from torchrec_neuroshard.costs.features import segment_sums, shard_features
 from torchrec_neuroshard.costs.hardware import HARDWARE
 from torchrec_neuroshard.costs.row_wise import row_wise_work
 from torchrec_neuroshard.costs.simulator import PlanSimulator
-from torchrec_neuroshard.placement_check import check_placement
 from torchrec_neuroshard.problem import (
     GRID_SHARD,
     ROW_WISE,
@@ -35,14 +34,13 @@ from torchrec_neuroshard.problem import (
     TABLE_COLUMN_WISE,
     TABLE_ROW_WISE,
     TABLE_WISE,
-    InfeasibleError,
     Placement,
     ShardingProblem,
     Spread,
     Table,
     TableOptions,
 )
-from torchrec_neuroshard.search import SearchConfig, find_placement
+from torchrec_neuroshard.search import find_placement
 
 
 def on_hosts(
@@ -91,15 +89,7 @@ def test_every_placement_passes_the_independent_check(
     seed: int, tables: int, hosts: int, per_host: int, left_over: int, fill: float, kinds: set[str]
 ) -> None:
     problem = random_problem(seed, tables, hosts * per_host + left_over, fill)
-    problem = on_hosts(problem, per_host, tuple(sorted(kinds)))
-    model = untrained_model(seed)
-    try:
-        result = find_placement(problem, model, SearchConfig(levels=2, repack_rounds=20))
-    except InfeasibleError as error:
-        assert error.needed[1] > 0
-        return
-    assert check_placement(problem, result.placement) == []
-    assert PlanSimulator(problem, model).cost(result.placement).total_ms == pytest.approx(result.cost.total_ms)
+    check_search(on_hosts(problem, per_host, tuple(sorted(kinds))), seed)
 
 
 def hot_table() -> Table:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from parity import AllTypesSharder
 from planner_models import ANALYTIC, bag_collection, bag_config
 from test_planner_distributed import (
     LEARNING_RATE,
@@ -18,7 +19,6 @@ from test_planner_distributed import (
     random_batch,
     state_error,
 )
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 
@@ -48,19 +48,12 @@ TABLES: dict[str, tuple[int, int, list[str], str]] = {
 }
 
 
-class EveryTypeSharder(EmbeddingBagCollectionSharder):
-    """Offers what TorchRec runs on a CPU too, beside what it offers there."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return [*super().sharding_types(compute_device_type), ROW_WISE, TABLE_ROW_WISE, GRID_SHARD]
-
-
 def every_type_worker(rank: int) -> dict[str, Any]:
     os.environ.update(LOCAL_WORLD_SIZE=str(RANKS_PER_HOST), LOCAL_RANK=str(rank % RANKS_PER_HOST))
     torch.manual_seed(7)
     configs = [bag_config(name, rows, dim, features) for name, (rows, dim, features, _) in TABLES.items()]
     reference, meta = bag_collection(*configs, device="cpu"), bag_collection(*configs)
-    sharders: list[Any] = [EveryTypeSharder(fused_params=SGD)]
+    sharders: list[Any] = [AllTypesSharder(fused_params=SGD)]
     planner = NeuroShardPlanner(
         Topology(RANKS, "cpu", local_world_size=RANKS_PER_HOST, ddr_cap=2**32),
         LOCAL_BATCH,

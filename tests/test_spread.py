@@ -57,6 +57,18 @@ def with_all_types(problem: ShardingProblem) -> ShardingProblem:
     )
 
 
+def check_search(problem: ShardingProblem, seed: int) -> None:
+    """What the search finds passes the independent check and costs what it says, or there are numbers why not."""
+    model = untrained_model(seed)
+    try:
+        result = find_placement(problem, model, SearchConfig(levels=2, repack_rounds=20))
+    except InfeasibleError as error:
+        assert error.needed[1] > 0
+        return
+    assert check_placement(problem, result.placement) == []
+    assert PlanSimulator(problem, model).cost(result.placement).total_ms == pytest.approx(result.cost.total_ms)
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 10_000),
@@ -68,15 +80,7 @@ def with_all_types(problem: ShardingProblem) -> ShardingProblem:
 def test_every_placement_passes_the_independent_check(
     seed: int, tables: int, ranks: int, fill: float, modules: int
 ) -> None:
-    problem = with_all_types(random_problem(seed, tables, ranks, fill, 16, modules))
-    model = untrained_model(seed)
-    try:
-        result = find_placement(problem, model, SearchConfig(levels=2, repack_rounds=20))
-    except InfeasibleError as error:
-        assert error.needed[1] > 0
-        return
-    assert check_placement(problem, result.placement) == []
-    assert PlanSimulator(problem, model).cost(result.placement).total_ms == pytest.approx(result.cost.total_ms)
+    check_search(with_all_types(random_problem(seed, tables, ranks, fill, 16, modules)), seed)
 
 
 def hot_problem(ranks: int = 4, fill: float = 0.3) -> ShardingProblem:

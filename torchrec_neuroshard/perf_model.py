@@ -140,6 +140,6 @@ class NeuroShardPerfModel(PerfModel):
                         f"table {name!r} cannot be simulated, and a shard of it has no perf to add: let an estimator "
                         "set it (NeuroShardPerfEstimator, or TorchRec's EmbeddingPerfEstimator)"
                     )
-                backward = shard.perf.bwd_compute + shard.perf.bwd_comms + getattr(shard.perf, "prefetch_compute", 0.0)
-                added[shard.rank] += shard.perf.fwd_compute + shard.perf.fwd_comms, backward
+                forward, backward, forward_comms, backward_comms = compat.perf_parts(shard.perf)
+                added[shard.rank] += forward + forward_comms, backward + backward_comms
         return added

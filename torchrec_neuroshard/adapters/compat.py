@@ -166,6 +166,12 @@ def make_perf(
     return perf
 
 
+def perf_parts(perf: Perf) -> tuple[float, float, float, float]:
+    """ms of forward, backward (with the prefetch of caches, where there is one) and their communication."""
+    backward = perf.bwd_compute + getattr(perf, "prefetch_compute", 0.0)
+    return perf.fwd_compute, backward, perf.fwd_comms, perf.bwd_comms
+
+
 def make_storage(hbm: int, ddr: int) -> Storage:
     """A Storage in bytes (which has an ``ssd`` field too since 1.6)."""
     return Storage(hbm=hbm, ddr=ddr)
@@ -241,6 +247,7 @@ __all__ = [
     "make_perf",
     "make_storage",
     "make_topology",
+    "perf_parts",
     "populate_estimates",
     "sharder_key",
     "sharder_maps",

@@ -13,7 +13,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import Enumerator, ParameterConstraints, PlannerError, ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from torchrec_neuroshard.adapters.compat import error_type, sharder_key
+from torchrec_neuroshard.adapters.compat import error_type, perf_parts, sharder_key
 from torchrec_neuroshard.adapters.module_kinds import delegation_reason
 from torchrec_neuroshard.adapters.module_tables import shardable_tables
 
@@ -120,5 +120,5 @@ def _memory(shard: Any) -> tuple[float, float]:
 
 
 def _rank_ms(shard: Any) -> tuple[float, float]:
-    perf = shard.perf
-    return perf.fwd_compute + perf.fwd_comms, perf.bwd_compute + perf.bwd_comms
+    forward, backward, forward_comms, backward_comms = perf_parts(shard.perf)
+    return forward + forward_comms, backward + backward_comms

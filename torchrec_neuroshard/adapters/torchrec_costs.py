@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.types import Enumerator, Perf, ShardingOption
 
-from torchrec_neuroshard.adapters.compat import estimate
+from torchrec_neuroshard.adapters.compat import estimate, perf_parts
 from torchrec_neuroshard.adapters.module_tables import ShardableTable
 from torchrec_neuroshard.adapters.sharding_plan import option_of_widths, spread_option
 from torchrec_neuroshard.costs.additive_simulator import AdditiveObjective
@@ -88,5 +88,4 @@ def _parts(perf: Perf | None) -> tuple[float, float, float, float]:
     """Forward, backward and their communication, in the order of ``additive_simulator.PARTS``."""
     if perf is None:
         raise ValueError("the enumerator estimates no performance; give one with an EmbeddingPerfEstimator")
-    backward = perf.bwd_compute + getattr(perf, "prefetch_compute", 0.0)
-    return perf.fwd_compute, backward, perf.fwd_comms, perf.bwd_comms
+    return perf_parts(perf)
