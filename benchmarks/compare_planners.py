@@ -53,7 +53,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--replan", action="store_true", help="make plans again although they are kept")
     parser.add_argument("--plan-only", action="store_true", help="do not measure")
     parser.add_argument("--summary", action="store_true", help="only report what the store holds")
-    parser.add_argument("--real-step", action="store_true", help="also train 2 ranks under DistributedModelParallel")
+    parser.add_argument(
+        "--real-step",
+        type=int,
+        nargs="?",
+        const=2,
+        metavar="RANKS",
+        help="also train so many ranks (2) of this machine under DistributedModelParallel",
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the results to this file")
     parser.add_argument("--store", type=Path, default=DEFAULT_STORE, help=f"measured rounds ({DEFAULT_STORE})")
     parser.add_argument("--plans", type=Path, default=DEFAULT_FOLDER, help=f"kept plans ({DEFAULT_FOLDER})")
@@ -62,8 +69,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--workload is needed, except with --summary")
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
-    if args.real_step and args.sharders != "default":
-        parser.error("--real-step trains plans of TorchRec's own sharders only; leave --sharders out")
+    if args.real_step is not None and args.real_step < 2:
+        parser.error(f"--real-step trains at least 2 ranks, got {args.real_step}")
     args.planners = args.planners or list(COMPARED[args.sharders])
     sources = [[f"skewed:{seed}" for seed in SEEDS] if s == "skewed:all" else [s] for s in args.workload or []]
     args.workload = list(dict.fromkeys(source for group in sources for source in group))
@@ -101,7 +108,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.real_step:
             from benchmarks.real_steps import print_real_steps, real_steps  # TorchRec's runtime takes seconds to import
 
-            steps = real_steps(args.workload, args.planners, args.timeout, args.cost_model, args.plans)
+            steps = real_steps(
+                args.workload, args.planners, args.real_step, args.timeout, args.cost_model, args.sharders, args.plans
+            )
             print_real_steps(steps, console)
             result["real_steps"] = steps
         if not args.plan_only:

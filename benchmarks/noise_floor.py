@@ -41,7 +41,7 @@ def collective_times(record: Record) -> Times:
 def group_labels(record: Record) -> list[str]:
     """What a group's disagreement counts towards."""
     spec = GroupSpec.from_json(record["spec"])
-    return ["all groups", f"groups, {spec.optimizer}, {spec.data_type}, {spec.kernel}, pooling {spec.pooling}"]
+    return ["all groups", f"groups, {spec.optimizer}, {spec.data_type}, {spec.compute_kernel}, pooling {spec.pooling}"]
 
 
 def collective_labels(record: Record) -> list[str]:

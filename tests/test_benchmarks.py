@@ -417,9 +417,14 @@ def test_comparison_over_all_sharding_types(
         assert measured["bottleneck_ms"] == pytest.approx(max(measured["rank_ms"].values()) + sum(parts), abs=1e-3)
     assert theirs["plan_id"] == ours["plan_id"]  # and so measured once
     assert theirs["bottleneck_ms"] == ours["bottleneck_ms"]
+    out = tmp_path / "out.json"
+    assert main([*arguments, "--plan-only", "--real-step", "--json", str(out)]) == 0  # a row-wise table and a replica
+    steps = json.loads(out.read_text())["real_steps"]
+    assert [step["planner"] for step in steps] == ["torchrec", "neuroshard"] and all(s["ranks"] == 2 for s in steps)
+    assert all(len(step["step_ms"]) == 3 and step["median_ms"] > 0 for step in steps)
     with pytest.raises(SystemExit):
-        main([*arguments, "--real-step"])
-    assert "--real-step trains plans of TorchRec's own sharders only" in capsys.readouterr().err
+        main([*arguments, "--real-step", "1"])
+    assert "--real-step trains at least 2 ranks" in capsys.readouterr().err
 
 
 def test_bad_input_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

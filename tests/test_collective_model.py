@@ -22,6 +22,7 @@ from torchrec_neuroshard.costs.collective_model import (
 )
 from torchrec_neuroshard.costs.collective_prior import CollectivePrior, CollectivePriors
 from torchrec_neuroshard.costs.collective_traffic import COLLECTIVES, Calls, Traffic, waits
+from torchrec_neuroshard.costs.hardware import HARDWARE
 from torchrec_neuroshard.costs.model import CARD_FILE, CostModel, CostModelError
 from torchrec_neuroshard.measure import specs
 from torchrec_neuroshard.measure.collective_pool import _bytes_between, sample_collective
@@ -365,7 +366,7 @@ def test_rank_counts_are_held_out_where_others_suffice() -> None:
 
 def test_a_part_holds_its_model_accuracy_and_card(monkeypatch: pytest.MonkeyPatch) -> None:
     records = records_over([(2, 0), (3, 0), (4, 2), (5, 0)], 40)
-    part = train_collective_part(records, "cpu", log=lambda _: None)
+    part = train_collective_part(records, HARDWARE["generic_cpu"], log=lambda _: None)
     assert part.card["collectives_provenance"] == "measured" and part.card["collective_ranks_held_out"] == [5]
     assert part.counts["collectives"] == {"2_ranks": 40, "3_ranks": 40, "4_ranks": 40, "5_ranks": 40}
     assert part.counts["collectives_by_layout"] == {"1x2": 40, "1x3": 40, "1x5": 40, "2x2": 40}
@@ -374,7 +375,8 @@ def test_a_part_holds_its_model_accuracy_and_card(monkeypatch: pytest.MonkeyPatc
     assert part.accuracy["collectives_same_ranks"]["records"] + part.counts["collectives_train"] == 120
     assert part.card["collectives_oversubscribed"] == {"records": 120, "of": 160, "most_ranks_per_core": 2.5}
     json.dumps([part.accuracy, part.counts, part.card], allow_nan=False)
-    few = train_collective_part(records[:5], "cpu", log=lambda _: None)
+    few = train_collective_part(records[:5], HARDWARE["h200"], log=lambda _: None)
+    assert few.model.prior.backend == "nccl" and "NVLink 4" in few.card["collectives_source"]
     assert few.card["collectives_provenance"] == "analytic" and not few.accuracy and few.model.net is None
 
 

@@ -262,7 +262,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(returncode=main(command[3:]))
 
     monkeypatch.setattr(plan_ranking.subprocess, "run", run)
-    for name, value in (("_PAUSES_SECONDS", ()), ("_MINIMUM_HISTORY", 2), ("_ROWS", 1 << 12)):
+    for name, value in (("_PAUSES_SECONDS", {"cpu": ()}), ("_MINIMUM_HISTORY", 2), ("_ROWS", 1 << 12)):
         monkeypatch.setattr(probe, name, value)
 
 

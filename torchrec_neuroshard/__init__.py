@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchrec_neuroshard.adapters.hardware_perf_config import torchrec_hardware_config
     from torchrec_neuroshard.adapters.saved_plan import PlanFile
     from torchrec_neuroshard.adapters.table_stats import TableStats
     from torchrec_neuroshard.costs.model import CostModel
@@ -17,7 +18,15 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.perf_model import NeuroShardPerfModel
     from torchrec_neuroshard.planner import NeuroShardPlanner
 
-__all__ = ["CostModel", "NeuroShardPerfEstimator", "NeuroShardPerfModel", "NeuroShardPlanner", "PlanFile", "TableStats"]
+__all__ = [
+    "CostModel",
+    "NeuroShardPerfEstimator",
+    "NeuroShardPerfModel",
+    "NeuroShardPlanner",
+    "PlanFile",
+    "TableStats",
+    "torchrec_hardware_config",
+]
 
 _HOMES = {
     "CostModel": "torchrec_neuroshard.costs.model",
@@ -26,8 +35,9 @@ _HOMES = {
     "NeuroShardPlanner": "torchrec_neuroshard.planner",
     "PlanFile": "torchrec_neuroshard.adapters.saved_plan",
     "TableStats": "torchrec_neuroshard.adapters.table_stats",
+    "torchrec_hardware_config": "torchrec_neuroshard.adapters.hardware_perf_config",
 }
-_NEEDS_TORCHREC = {"NeuroShardPerfEstimator", "NeuroShardPerfModel", "NeuroShardPlanner", "PlanFile", "TableStats"}
+_NEEDS_TORCHREC = set(__all__) - {"CostModel"}
 
 
 def __getattr__(name: str) -> Any:

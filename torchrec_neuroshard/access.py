@@ -235,10 +235,16 @@ class AccessDistribution:
 
 def scatter_ranks(ranks: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
     """Maps popularity ranks to row ids that lie scattered over the table (a fixed affine permutation)."""
+    multiplier, shift = scattering(rows)
+    return (ranks * multiplier + shift) % rows
+
+
+def scattering(rows: int) -> tuple[int, int]:
+    """(multiplier, shift) of :func:`scatter_ranks` for a table of so many rows."""
     multiplier = max(1, int(rows * 0.6180339887))
     while np.gcd(multiplier, rows) != 1:
         multiplier += 1
-    return (ranks * multiplier + 7) % rows
+    return multiplier, 7
 
 
 def _exceeds(draws: float, probability: NDArray[np.float64], hits: NDArray[np.float64]) -> NDArray[np.float64]:

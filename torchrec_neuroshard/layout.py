@@ -8,6 +8,7 @@ table lies whole on every rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 TABLE_WISE = "table_wise"
 COLUMN_WISE = "column_wise"
@@ -112,7 +113,7 @@ class Placement:
     spread: tuple[Spread | None, ...] = ()
     kernels: tuple[tuple[str, float], ...] = ()
 
-    @property
+    @cached_property
     def spreads(self) -> tuple[Spread | None, ...]:
         """[tables] how the tables lie that have no shards; None for others."""
         if self.spread:

@@ -57,6 +57,7 @@ from torchrec_neuroshard.costs.additive_simulator import Objective
 from torchrec_neuroshard.costs.hardware import HARDWARE
 from torchrec_neuroshard.costs.model import CostModel, shipped_models
 from torchrec_neuroshard.costs.registry import resolve_cost_model
+from torchrec_neuroshard.garbage import collection_paused
 from torchrec_neuroshard.problem import (
     Cluster,
     InfeasibleError,
@@ -249,6 +250,7 @@ class NeuroShardPlanner(EmbeddingPlannerBase):
         plan, self.report = outcome[0]
         return plan
 
+    @collection_paused()
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]] | None = None) -> ShardingPlan:
         """Finds a plan on this rank alone.
 

@@ -21,8 +21,8 @@ def set_estimates(
         cost: its prediction.
     """
     problem = simulator.problem
-    for number, (option, shares) in enumerate(zip(options, simulator.shares(placement, cost))):
-        spread = placement.spreads[number]
+    all_shares = simulator.shares(placement, cost)
+    for number, (option, spread, shares) in enumerate(zip(options, placement.spreads, all_shares)):
         memory = (
             problem.block_memory(number, spread)
             if spread is not None

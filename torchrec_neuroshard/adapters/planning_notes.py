@@ -80,6 +80,13 @@ def note_coverage(notes: Notes, model: CostModel, tables: Sequence[ShardableTabl
             f"Cost model {model.name!r} describes {measured_on} ranks, but the plan is for {device}: "
             "its predictions do not apply. Drop cost_model= for the hardware's own."
         )
+    if model.provenance != "analytic" and model.collectives_source != "measured":
+        notes.add(
+            [
+                f"Collectives were not measured on {model.hardware}. Their link speeds are the topology's where it "
+                f"gives any, else {model.collectives_source}."
+            ]
+        )
     for gap in unmeasured_kinds(model, (entry.table for entry in tables)):
         notes.warn(gap)
 

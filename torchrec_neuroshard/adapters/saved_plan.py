@@ -178,6 +178,7 @@ def plan_inputs(
         constraints: the user's, by table name.
     """
     default = ParameterConstraints()
+    names = {entry.name for entry in tables}
     return {
         "world_size": topology.world_size,
         "local_world_size": topology.local_world_size,
@@ -202,7 +203,7 @@ def plan_inputs(
                 if getattr(constraint, field.name) != getattr(default, field.name)
             }
             for name, constraint in sorted((constraints or {}).items())
-            if name in {entry.name for entry in tables}
+            if name in names
         },
     }
 

@@ -27,7 +27,7 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec_neuroshard.adapters.compat import estimate
 from torchrec_neuroshard.adapters.module_tables import ShardableTable
 from torchrec_neuroshard.adapters.sharding_plan import option_of_widths, spread_option
-from torchrec_neuroshard.problem import DATA_PARALLEL, FUSED, UVM_CACHING, Cluster, Spread
+from torchrec_neuroshard.problem import DATA_PARALLEL, FUSED, UVM, UVM_CACHING, Cluster, Spread
 
 _PERCENTAGE_RESERVATIONS = (FixedPercentageStorageReservation, HeuristicalStorageReservation)
 
@@ -138,10 +138,15 @@ class ShardStorage:
         if optimizer_class is not None:
             multiplier = torchrec_optimizer_multiplier(optimizer_class, entry.parameter.shape)
             charged = math.ceil(rows * width * table.element_bytes * multiplier)
-        missing = max(0, entry.optimizer.state_bytes(rows, width) - charged)
-        if table.kernel == UVM_CACHING:  # state stays in host memory, uncached
-            slots = math.ceil(table.load_factor * rows)
-            return slots * (self._cache_widths[number] - width) * table.element_bytes, missing
+        state = entry.optimizer.state_bytes(rows, width)
+        missing = max(0, state - charged)
+        if table.kernel in (UVM, UVM_CACHING):
+            # FBGEMM keeps row-wise state on the device (construct_split_state); TorchRec charges it to host memory.
+            hbm, ddr = (0, missing) if entry.optimizer.elementwise else (state, 0)
+            if table.kernel == UVM_CACHING:
+                slots = math.ceil(table.load_factor * rows)
+                hbm += slots * (self._cache_widths[number] - width) * table.element_bytes
+            return hbm, ddr
         on_device = self._cluster.device != "cpu" and table.kernel == FUSED
         return (missing, 0) if on_device else (0, missing)
 

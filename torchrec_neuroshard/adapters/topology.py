@@ -13,6 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torchrec.distributed.planner.types import Topology
 
+from torchrec_neuroshard import cuda
 from torchrec_neuroshard.adapters import compat
 from torchrec_neuroshard.adapters.errors import UnsupportedArgumentError
 from torchrec_neuroshard.costs.hardware import detect_hardware, hardware_spec
@@ -62,9 +63,9 @@ class DetectedMachine:
             world_size = dist.get_world_size() if dist.is_initialized() else _positive_int("WORLD_SIZE") or 1
         local = next((size for name in _LOCAL_SIZE_VARIABLES if (size := _positive_int(name))), None)
         if local is None:
-            local = torch.cuda.device_count() if device == "cuda" else world_size
+            local = cuda.device_count() if device == "cuda" else world_size
         local = min(local, world_size)
-        hbm = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if device == "cuda" else 0
+        hbm = cuda.memory_bytes() if device == "cuda" else 0
         ddr = psutil.virtual_memory().total // local
         return cls(world_size, local, device, int(hbm), ddr, hardware or detect_hardware(device))
 

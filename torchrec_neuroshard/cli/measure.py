@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Iterator
 
 import torch
 from tqdm import tqdm
@@ -20,9 +21,7 @@ if TYPE_CHECKING:
 def run(options: argparse.Namespace) -> int:
     """Measures as the options say; returns 0."""
     device = device_of(options)
-    if options.what == "collectives":
-        return _collectives(options, device)
-    return _compute(options, device)
+    return {"compute": _compute, "collectives": _collectives, "bandwidth": _bandwidth}[options.what](options, device)
 
 
 def device_of(options: argparse.Namespace) -> str:
@@ -40,7 +39,7 @@ def device_of(options: argparse.Namespace) -> str:
 def _compute(options: argparse.Namespace, device: str) -> int:
     from torchrec_neuroshard.measure.collect import collect_groups
 
-    groups = _groups(options)
+    groups = _groups(options, device)
     torch.set_num_threads(1)  # what torchrun gives a rank
     try:
         with MeasurementStore(options.out) as store, tqdm(unit=" records") as bar:
@@ -56,27 +55,77 @@ def _compute(options: argparse.Namespace, device: str) -> int:
         raise CliError(f"--out {options.out}: cannot be written ({error.strerror})") from error
     except RecordError as error:
         raise CliError(str(error)) from error
+    except RuntimeError as error:
+        raise CliError(f"group after group failed on {device}, the last with: {error}") from error
+    left_out = f", {result.too_large} left out for want of memory" if result.too_large else ""
+    left_out += f", {result.failed} failed" if result.failed else ""
     print(
-        f"{result.written} records written to {options.out}, {result.skipped} were there, {result.seconds:.0f} s",
+        f"{result.written} records written to {options.out}, {result.skipped} were there{left_out}, "
+        f"{result.seconds:.0f} s",
         file=sys.stderr,
     )
     return 0
 
 
-def _groups(options: argparse.Namespace) -> Iterator[Sampled]:
-    from torchrec_neuroshard.measure.collect import sampled_groups
+def _bandwidth(options: argparse.Namespace, device: str) -> int:
+    from torchrec_neuroshard.measure.collect import collect_bandwidths
+
+    torch.set_num_threads(1)
+    try:
+        with MeasurementStore(options.out) as store:
+            found = collect_bandwidths(store, torch.device(device), options.mebibytes)
+    except OSError as error:
+        raise CliError(f"--out {options.out}: cannot be written ({error.strerror})") from error
+    except RecordError as error:
+        raise CliError(str(error)) from error
+    for figure in found:
+        speed = "" if figure.gb_per_s is None else f", {figure.gb_per_s:.1f} GB/s"
+        print(f"{figure.name}: {figure.timing.median:.4f} ms{speed}", file=sys.stderr)
+    return 0
+
+
+def _groups(options: argparse.Namespace, device: str) -> Iterator[Sampled]:
+    from torchrec_neuroshard.measure.collect import repeated_groups, sampled_groups
     from torchrec_neuroshard.measure.pool import is_held_out
+
+    chosen = [name for name in ("--held-out", "--active", "--repeat") if _given(options, name)]
+    if len(chosen) > 1:
+        raise CliError(f"{' and '.join(chosen)} exclude each other: each says which groups to measure")
+    if options.repeat:
+        return repeated_groups(_records_to_repeat(options.repeat))
+    if options.held_out:
+        return (group for group in sampled_groups(options.seed, device) if is_held_out(group.spec))
+    if options.active is None:
+        return sampled_groups(options.seed, device)
+    # Machines that only measure need no more than what measuring needs.
     from torchrec_neuroshard.training.active import active_groups
 
-    if options.held_out and options.active is not None:
-        raise CliError("--held-out and --active exclude each other: tests are drawn by chance")
-    if options.held_out:
-        return (group for group in sampled_groups(options.seed) if is_held_out(group.spec))
-    if options.active is None:
-        return sampled_groups(options.seed)
     ensemble = model_with_ensemble(options.active, "--active").ensemble
     assert ensemble is not None
-    return active_groups(ensemble, options.seed)
+    return active_groups(ensemble, options.seed, device)
+
+
+def _given(options: argparse.Namespace, name: str) -> bool:
+    return bool(getattr(options, name.removeprefix("--").replace("-", "_")))
+
+
+def _records_to_repeat(files: list[Path]) -> list[dict[str, Any]]:
+    """Group records of some files.
+
+    Raises:
+        CliError: a file cannot be read, or holds no group.
+    """
+    from torchrec_neuroshard.training.dataset import records_of_kind
+
+    try:
+        records = records_of_kind("group", files)
+    except RecordError as error:
+        raise CliError(f"--repeat: {error}") from error
+    except OSError as error:
+        raise CliError(f"--repeat {error.filename}: cannot be read ({error.strerror})") from error
+    if not records:
+        raise CliError(f"--repeat {', '.join(map(str, files))}: there are no group records")
+    return records
 
 
 def model_with_ensemble(name: str, option: str) -> CostModel:

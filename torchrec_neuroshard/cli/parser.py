@@ -78,8 +78,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _add_measure(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    measure = commands.add_parser("measure", help="time fused groups or collectives on this machine")
-    measure.add_argument("what", choices=("compute", "collectives"))
+    measure = commands.add_parser("measure", help="time fused groups, collectives or bandwidths on this machine")
+    measure.add_argument("what", choices=("compute", "collectives", "bandwidth"))
     measure.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help=".jsonl file to append to; a rerun resumes it"
     )
@@ -95,6 +95,21 @@ def _add_measure(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--held-out",
         action="store_true",
         help="only groups of held-out base tables, for a test of a trained model (compute only)",
+    )
+    measure.add_argument(
+        "--repeat",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="only the groups of these records, once more (compute only)",
+    )
+    measure.add_argument(
+        "--mebibytes",
+        type=_positive_int,
+        default=1024,
+        metavar="M",
+        help="size of a bandwidth's copies (default: 1024)",
     )
     measure.add_argument("--limit", type=_positive_int, metavar="N", help="stop after this many new records")
     measure.add_argument(
@@ -128,13 +143,24 @@ def _add_pretrain(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    calibrate = commands.add_parser("calibrate", help="measure this machine and fit a shipped cost model to it")
+    calibrate = commands.add_parser(
+        "calibrate", help="measure this machine and make a cost model of it, from a shipped one if any fits"
+    )
     calibrate.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="folder for records, model and card; a rerun resumes"
     )
     calibrate.add_argument("--minutes", type=_positive_float, default=10.0, metavar="M", help="(default: 10)")
     calibrate.add_argument(
-        "--base", metavar="NAME_OR_PATH", help="cost model to start from (default: the shipped one that fits best)"
+        "--base",
+        metavar="NAME_OR_PATH",
+        help="cost model to start from (default: the shipped one that fits best; none where none is of such a device)",
+    )
+    calibrate.add_argument(
+        "--world-size",
+        type=_positive_int,
+        metavar="N",
+        help="ranks of this host whose collectives are measured too, for a third of the time (default: one per GPU; on "
+        "a CPU 1, which measures none)",
     )
     calibrate.add_argument(
         "--records", type=Path, nargs="+", default=[], metavar="FILE", help="further records of this machine"

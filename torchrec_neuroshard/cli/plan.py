@@ -258,7 +258,11 @@ def _predict(
 
 def _provenance(cost_model: CostModel | str) -> dict[str, str]:
     if isinstance(cost_model, CostModel):
-        return {"name": cost_model.name, "provenance": cost_model.provenance}
+        return {
+            "name": cost_model.name,
+            "provenance": cost_model.provenance,
+            "collectives": cost_model.collectives_source,
+        }
     return {"name": cost_model, "provenance": "analytic"}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,21 +12,20 @@ from torchrec_neuroshard.cli.errors import CliError
 from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.measure.store import RecordError
 from torchrec_neuroshard.training.build import build_cost_model, check_trainable
-from torchrec_neuroshard.training.collective_data import load_collectives
-from torchrec_neuroshard.training.dataset import load_groups
+from torchrec_neuroshard.training.machine_records import MachineRecords
 from torchrec_neuroshard.training.train_groups import TrainingConfig
 
 
 def run(options: argparse.Namespace) -> int:
     """Trains, evaluates on held-out base tables, and writes the model; returns 0."""
     torch.set_num_threads(1)
-    groups, collectives = load(options.records, "--records")
-    others, _ = load(options.other_machines, "--other-machines")
+    records = load(options.records, "--records")
+    others = load(options.other_machines, "--other-machines").groups
     config = TrainingConfig(nets=options.nets, epochs=options.epochs, seed=options.seed)
     try:
-        check_trainable(groups, collectives)
+        check_trainable(records)
         prepare_folder(options.out)  # before minutes of training, not after
-        model = build_cost_model(groups, collectives, config, options.name, others, log=say)
+        model = build_cost_model(records, config, options.name, others, log=say)
     except ValueError as error:
         raise CliError(f"{', '.join(map(str, options.records))}: {error}") from error
     save(model, options.out)
@@ -39,14 +37,14 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def load(files: list[Path], option: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Group and collective records of some files.
+def load(files: list[Path], option: str) -> MachineRecords:
+    """The records of some files.
 
     Raises:
         CliError: a file cannot be read, or a record cannot be used.
     """
     try:
-        return load_groups(files), load_collectives(files)
+        return MachineRecords.load(files)
     except RecordError as error:
         raise CliError(f"{option}: {error}") from error
     except OSError as error:

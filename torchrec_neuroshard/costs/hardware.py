@@ -15,6 +15,7 @@ from typing import Mapping
 
 import torch
 
+from torchrec_neuroshard import cuda
 from torchrec_neuroshard.costs.collective_prior import CollectivePrior
 from torchrec_neuroshard.costs.prior import GroupPrior
 
@@ -40,6 +41,7 @@ class HardwareSpec:
         inter_host_gbps: GB/s of one rank to other hosts.
         pattern: regular expression that recognises the device's name.
         source: where the figures come from.
+        links: what the two link speeds are, for people.
         host_read_gbps: GB/s at which the multiprocessors of a GPU read host memory; 0 where there is no link.
         host_write_gbps: GB/s at which they write it.
     """
@@ -53,8 +55,14 @@ class HardwareSpec:
     inter_host_gbps: float
     pattern: str
     source: str
+    links: str
     host_read_gbps: float = 0.0
     host_write_gbps: float = 0.0
+
+    @property
+    def has_data_sheet(self) -> bool:
+        """Whether the figures are those of one product; generic ones are nobody's."""
+        return self.pattern != _NO_PRODUCT
 
     def group_prior(self) -> GroupPrior:
         """The analytic prior of a fused group on this hardware (unmeasured: see :data:`HARDWARE`)."""
@@ -99,26 +107,52 @@ _NVIDIA = (
     "read and written by multiprocessors: nvbandwidth issues 24 (H100, PCIe 5), 42 and 53 (A100, PCIe 4), "
     "ZaidQureshi/bam issue 54 (V100, PCIe 3)"
 )
+_NO_PRODUCT = r"$^"
+_NVLINK_4 = "published: NVLink 4 (335 GB/s, all-to-all on 4 H100, nccl issue 2169), 400G NIC (48 GB/s, nccl-tests 267)"
+_NVLINK_3 = (
+    "published: NVLink 3 (200 GB/s, all-to-all on 8 A100, nccl-tests 149), 200G NIC (half of a 400G NIC's 48 GB/s)"
+)
+_NVLINK_2 = "data sheets: NVLink 2 (80 % of 150 GB/s), 100G NIC"
+_UNKNOWN_LINKS = "a guess: links of an unknown machine"
 _PCIE_5, _PCIE_4, _PCIE_3 = (35.2, 52.8), (25.1, 25.0), (12.0, 12.0)  # GB/s read from and written to host memory
 
 HARDWARE: dict[str, HardwareSpec] = {
-    "h200": HardwareSpec("cuda", 141, 4800, 0.02, 0.01, 335, 48, r"h200", _NVIDIA, *_PCIE_5),
-    "h100_sxm": HardwareSpec("cuda", 80, 3350, 0.02, 0.01, 335, 48, r"h100(?!.*pcie)", _NVIDIA, *_PCIE_5),
-    "a100_sxm_80gb": HardwareSpec("cuda", 80, 2039, 0.025, 0.015, 200, 24, r"a100.*80", _NVIDIA, *_PCIE_4),
-    "a100_sxm_40gb": HardwareSpec("cuda", 40, 1555, 0.025, 0.015, 200, 24, r"a100", _NVIDIA, *_PCIE_4),
-    "v100": HardwareSpec("cuda", 32, 900, 0.03, 0.03, 120, 12, r"v100", _NVIDIA, *_PCIE_3),
+    "h200": HardwareSpec("cuda", 141, 4800, 0.02, 0.01, 335, 48, r"h200", _NVIDIA, _NVLINK_4, *_PCIE_5),
+    "h100_sxm": HardwareSpec("cuda", 80, 3350, 0.02, 0.01, 335, 48, r"h100(?!.*pcie)", _NVIDIA, _NVLINK_4, *_PCIE_5),
+    "a100_sxm_80gb": HardwareSpec("cuda", 80, 2039, 0.025, 0.015, 200, 24, r"a100.*80", _NVIDIA, _NVLINK_3, *_PCIE_4),
+    "a100_sxm_40gb": HardwareSpec("cuda", 40, 1555, 0.025, 0.015, 200, 24, r"a100", _NVIDIA, _NVLINK_3, *_PCIE_4),
+    "v100": HardwareSpec("cuda", 32, 900, 0.03, 0.03, 120, 12, r"v100", _NVIDIA, _NVLINK_2, *_PCIE_3),
     "generic_gpu": HardwareSpec(
-        "cuda", 32, 900, 0.03, 0.025, 100, 12, r"$^", "a conservative GPU, no single source", *_PCIE_3
+        "cuda",
+        32,
+        900,
+        0.03,
+        0.025,
+        100,
+        12,
+        _NO_PRODUCT,
+        "a conservative GPU, no single source",
+        _UNKNOWN_LINKS,
+        *_PCIE_3,
     ),
     "generic_cpu": HardwareSpec(
-        "cpu", 0, 10, 0.15, 25.0, 1.5, 1.2, r"$^", "one server core reading DDR4 or DDR5 at random; gloo over loopback"
+        "cpu",
+        0,
+        10,
+        0.15,
+        25.0,
+        1.5,
+        1.2,
+        _NO_PRODUCT,
+        "one server core reading DDR4 or DDR5 at random; gloo over loopback",
+        "a guess: gloo over loopback",
     ),
 }
 
 
 def hardware_spec(name: str, device: str) -> HardwareSpec:
-    """The preset of this name; the generic one of the device for hardware known only by its measurements."""
-    return HARDWARE.get(name) or HARDWARE["generic_cpu" if device == "cpu" else "generic_gpu"]
+    """The preset of this name, or of the GPU that records call so, such as "nvidia_h200"; else the generic one."""
+    return HARDWARE.get(name) or HARDWARE["generic_cpu" if device == "cpu" else gpu_preset(name)]
 
 
 def detect_hardware(device: str) -> str:
@@ -129,9 +163,13 @@ def detect_hardware(device: str) -> str:
     """
     if device != "cuda" or not torch.cuda.is_available():
         return "generic_cpu" if device != "cuda" else "generic_gpu"
-    name = torch.cuda.get_device_name().lower()
+    return gpu_preset(cuda.device_name())
+
+
+def gpu_preset(name: str) -> str:
+    """Name of the preset that a GPU's own name, such as "NVIDIA H200", matches; else "generic_gpu"."""
     for key, spec in HARDWARE.items():
-        if spec.device == "cuda" and re.search(spec.pattern, name):
+        if spec.device == "cuda" and re.search(spec.pattern, name.lower()):
             return key
     return "generic_gpu"
 
@@ -147,7 +185,7 @@ def machine_name(device: str) -> str:
         device: "cpu" or "cuda".
     """
     if device == "cuda" and torch.cuda.is_available():
-        return _as_name(torch.cuda.get_device_name())
+        return _as_name(cuda.device_name())
     return processor_name(cpu_model(), cpu_caches())
 
 

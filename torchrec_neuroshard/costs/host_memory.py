@@ -5,7 +5,8 @@ migrate). What counts is the rate at which a GPU's multiprocessors reach host me
 reach. ``fused_uvm`` moves each distinct row of a batch over the link, in the forward and, with its optimizer state both
 ways, in the backward; repeated lookups are served by the GPU's L2. ``fused_uvm_caching`` prefetches the rows that its
 LRU cache in HBM lacks and writes evicted ones back, so that forward and backward find all rows in HBM; optimizer state
-stays in host memory, uncached.
+stays in host memory, uncached, but for that of row-wise optimizers, which FBGEMM keeps on the device
+(``construct_split_state``).
 
 What an LRU cache lacks follows from the access distribution: a cache of C rows holds the rows of the last T lookups,
 T being how many lookups it takes to see C distinct rows [Fagin1977asymptotic], [Che2002hierarchical].
@@ -26,6 +27,7 @@ References:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Sequence
 
 import numpy as np
@@ -54,15 +56,22 @@ def missed_rows(access: AccessDistribution, lookups: float, cache_rows: float) -
     """
     if cache_rows >= access.counts.sum() * (1.0 - 1e-9):
         return 0.0
-    low, high = 0.0, 60.0  # log2 of the lookups that the cache remembers
+    remembered = remembered_lookups(access, cache_rows)
+    return access.expected_unique(remembered + lookups) - access.expected_unique(remembered)
+
+
+def remembered_lookups(access: AccessDistribution, cache_rows: float) -> float:
+    """Lookups whose rows an LRU cache of ``cache_rows`` rows holds: it takes so many to see so many distinct rows."""
+    if cache_rows <= 1:
+        return 0.0
+    low, high = 0.0, 60.0  # log2 of the lookups
     for _ in range(40):
         middle = (low + high) / 2
         if access.expected_unique(2.0**middle) < cache_rows:
             low = middle
         else:
             high = middle
-    remembered = 2.0**low if cache_rows > 1 else 0.0
-    return access.expected_unique(remembered + lookups) - access.expected_unique(remembered)
+    return float(2.0**low)
 
 
 def host_memory_ms(
@@ -83,19 +92,47 @@ def host_memory_ms(
         raise ValueError(f"kernel must be {UVM} or {UVM_CACHING}, got {kernel!r}")
     if spec.host_read_gbps <= 0 or spec.host_write_gbps <= 0:
         raise ValueError(f"a {spec.device} device reaches host memory over no link: it has no {kernel}")
+    return host_traffic(shards, kernel, load_factor).milliseconds(spec)
+
+
+@dataclass(frozen=True)
+class HostTraffic:
+    """What a group's rows in host memory ask of the link and, where they are cached, of the prefetch.
+
+    Attributes:
+        read_bytes: read in the forward.
+        exchanged_bytes: (forward, backward) read and written as well.
+        prefetched_ids: ids that a prefetch sorts; 0 without a cache.
+        cached: whether there is a prefetch.
+    """
+
+    read_bytes: float
+    exchanged_bytes: tuple[float, float]
+    prefetched_ids: float
+    cached: bool
+
+    def milliseconds(self, spec: HardwareSpec) -> tuple[float, float]:
+        """Further ms of forward and backward on a kind of hardware."""
+        forward, backward = (_exchange_ms(spec, size) for size in self.exchanged_bytes)
+        forward += self.read_bytes / spec.host_read_gbps * 1e-6
+        if self.cached:
+            forward += prefetch_launch_ms(spec)
+            forward += self.prefetched_ids * _PREFETCH_BYTES / (spec.memory_gbps * GATHER_EFFICIENCY) * 1e-6
+        return forward, backward
+
+
+def host_traffic(shards: Sequence[ShardWork], kernel: str, load_factor: float) -> HostTraffic:
+    """What a group's rows in host memory move; arguments as of :func:`host_memory_ms`."""
     lookups = np.asarray([shard.batch_size * shard.pooling_factor for shard in shards])
     unique = np.asarray([shard.access.expected_unique(ids) for shard, ids in zip(shards, lookups)])
     row_bytes = np.asarray([shard.dim * shard.element_bytes for shard in shards])
     state_bytes = np.asarray([_state_bytes(shard) for shard in shards])
     if kernel == UVM:
-        read = float(unique @ row_bytes) / spec.host_read_gbps * 1e-6
-        return read, _exchange_ms(spec, float(unique @ (row_bytes + state_bytes)))
+        return HostTraffic(float(unique @ row_bytes), (0.0, float(unique @ (row_bytes + state_bytes))), 0.0, False)
     missed = np.asarray(
         [missed_rows(s.access, ids, load_factor * float(s.access.counts.sum())) for s, ids in zip(shards, lookups)]
     )
-    prefetch = prefetch_launch_ms(spec)
-    prefetch += float(lookups.sum()) * _PREFETCH_BYTES / (spec.memory_gbps * GATHER_EFFICIENCY) * 1e-6
-    return prefetch + _exchange_ms(spec, float(missed @ row_bytes)), _exchange_ms(spec, float(unique @ state_bytes))
+    return HostTraffic(0.0, (float(missed @ row_bytes), float(unique @ state_bytes)), float(lookups.sum()), True)
 
 
 def prefetch_launch_ms(spec: HardwareSpec) -> float:
@@ -109,6 +146,6 @@ def _exchange_ms(spec: HardwareSpec, size: float) -> float:
 
 
 def _state_bytes(shard: ShardWork) -> float:
-    """Bytes of a row's optimizer state, which is fp32."""
-    whole = {"sgd": 0.0, "rowwise_adagrad": 4.0, "adagrad": 4.0 * shard.dim, "adam": 8.0 * shard.dim}[shard.optimizer]
+    """Bytes of a row's optimizer state in host memory, which is fp32."""
+    whole = {"sgd": 0.0, "rowwise_adagrad": 0.0, "adagrad": 4.0 * shard.dim, "adam": 8.0 * shard.dim}[shard.optimizer]
     return max(whole, _SECTOR_BYTES) if whole else 0.0

@@ -19,7 +19,7 @@ from torchrec_neuroshard.costs.collective_prior import CollectivePriors
 from torchrec_neuroshard.costs.features import FEATURE_SET, FEATURES, WORK_TERMS
 from torchrec_neuroshard.costs.group_model import GroupCostModel
 from torchrec_neuroshard.costs.group_net import GroupNet
-from torchrec_neuroshard.costs.hardware import HARDWARE
+from torchrec_neuroshard.costs.hardware import HARDWARE, HardwareSpec, gpu_preset
 from torchrec_neuroshard.costs.prior import GroupPrior
 from torchrec_neuroshard.costs.uncertainty import Uncertainty
 
@@ -39,7 +39,8 @@ class CostModel:
 
     Attributes:
         name: shipped name, or the folder it was loaded from.
-        provenance: "measured" (fitted to records of real kernels) or "analytic" (data-sheet constants).
+        provenance: "measured" (fitted to records of real kernels), "scaled" (a measured model, with another GPU's
+            data-sheet bandwidth) or "analytic" (data-sheet constants).
         hardware: what it describes.
         groups: cost of fused groups.
         collectives: cost of collectives.
@@ -56,6 +57,55 @@ class CostModel:
     card: dict[str, Any] = field(default_factory=dict)
     ensemble: GroupCostModel | None = None
     uncertainty: Uncertainty | None = None
+
+    @property
+    def collectives_source(self) -> str:
+        """Where the times of collectives come from, for people: "measured", or whose figures they are."""
+        return str(self.card.get("collectives_source") or self.card.get("collectives_provenance", "measured"))
+
+    def as_measured(self, spec: HardwareSpec) -> HardwareSpec:
+        """The figures of a kind of machine, with the host link as this model's records have it, if they do."""
+        link = self.card.get("host_link")
+        if link is None or self.provenance != "measured":
+            return spec
+        return replace(spec, host_read_gbps=link["read_gbps"], host_write_gbps=link["write_gbps"])
+
+    def scaled_to(self, hardware: str) -> CostModel:
+        """This GPU's model for another GPU, by the ratio of their memory bandwidths.
+
+        All work of the prior is priced by that ratio, launches as they were measured; the networks correct it as they
+        do on the measured GPU. Collectives are priced by the published figures of the other GPU's links.
+
+        Args:
+            hardware: a preset in ``costs.hardware``.
+
+        Raises:
+            CostModelError: the model is not one of a GPU with a data sheet, or there is no such preset.
+        """
+        source, target = (
+            HARDWARE.get(gpu_preset(str(self.card.get("hardware", {}).get("gpu", "")))),
+            HARDWARE.get(hardware),
+        )
+        if source is None or target is None or not (source.has_data_sheet and target.has_data_sheet):
+            raise CostModelError(f"{self.name} cannot be scaled to {hardware}: both must be GPUs with a data sheet")
+        ratio = source.memory_gbps / target.memory_gbps
+        analytic = CostModel.analytic(hardware)
+        card = {
+            **{key: value for key, value in self.card.items() if key != "host_link"},
+            "scaled_from": {"name": self.name, "hardware": self.hardware, "work_ms": ratio},
+            "collectives_provenance": "analytic",
+            "collectives_source": analytic.collectives_source,
+        }
+        return replace(
+            self,
+            name=f"{self.name} scaled to {hardware}",
+            provenance="scaled",
+            hardware=hardware,
+            groups=_with_scaled_work(self.groups, ratio),
+            collectives=analytic.collectives,
+            card=card,
+            ensemble=None if self.ensemble is None else _with_scaled_work(self.ensemble, ratio),
+        )
 
     def by_ensemble(self) -> CostModel:
         """The same model with groups predicted by the ensemble, where there is one."""
@@ -77,7 +127,7 @@ class CostModel:
             hardware,
             GroupCostModel(spec.group_prior()),
             CollectiveModel(CollectivePriors.uniform(spec.collective_prior(), spec.device)),
-            {"source": spec.source},
+            {"source": spec.source, "collectives_provenance": "analytic", "collectives_source": spec.links},
         )
 
     @classmethod
@@ -156,6 +206,11 @@ class CostModel:
 def shipped_models() -> tuple[str, ...]:
     """Names of the models that come with the package."""
     return tuple(sorted(str(card.parent.relative_to(PRETRAINED)) for card in PRETRAINED.glob(f"**/{CARD_FILE}")))
+
+
+def _with_scaled_work(groups: GroupCosts, factor: float) -> GroupCostModel:
+    assert isinstance(groups, GroupCostModel)
+    return GroupCostModel(groups.prior.with_scaled_work(factor), groups.nets)
 
 
 def _group_net(tensors: Mapping[str, torch.Tensor], prefix: str) -> GroupNet:

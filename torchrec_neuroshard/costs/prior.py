@@ -134,6 +134,12 @@ class GroupPrior:
         self._launch_ms = np.stack([path.launch_ms for path in of_regime])  # [regimes, 2]
         self._terms = np.stack([path.terms for path in of_regime])  # [regimes, terms, 2]
 
+    def with_scaled_work(self, factor: float) -> GroupPrior:
+        """The same with all work ``factor`` times as expensive, and launches as they are."""
+        return GroupPrior(
+            {name: Coefficients(path.launch_ms, path.terms * factor) for name, path in self.paths.items()}
+        )
+
     def launch_ms(self, regime: NDArray[np.int64]) -> NDArray[np.float64]:
         """[n, 2] launch cost of groups of code paths ``regime`` [n]."""
         return self._launch_ms[regime]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from dataclasses import replace
+from typing import Sequence
 
-from torchrec_neuroshard.costs.hardware import machine_name
+from torchrec_neuroshard.costs.hardware import HARDWARE, gpu_preset, machine_name
 from torchrec_neuroshard.costs.model import CostModel, CostModelError, shipped_models
 
 logger = logging.getLogger(__name__)
@@ -24,8 +26,9 @@ def resolve_cost_model(spec: str | os.PathLike[str] | CostModel, device: str, ha
 
     ``"auto"`` takes the shipped model of this hardware; on CPU, that of this machine's processor, else that of
     another one, which ranks groups better than data-sheet constants do (the shipped models on each other's records
-    of plans: Kendall tau 0.75 and 0.59 against 0.38 and 0.27); else the analytic prior. What is not the machine's
-    own model is said once.
+    of plans: Kendall tau 0.75 and 0.59 against 0.38 and 0.27); for a GPU with a data sheet, the measured model of the
+    GPU whose memory is nearest in bandwidth, scaled to it; else the analytic prior. What is not the machine's own model
+    is said once.
 
     Raises:
         CostModelError: the named model does not exist or cannot be loaded.
@@ -58,12 +61,36 @@ def resolve_cost_model(spec: str | os.PathLike[str] | CostModel, device: str, ha
                     f"predicted from data-sheet constants. {_remedy(device)}",
                 )
             return model
+    nearest = _nearest_gpu(names, hardware) if device == "cuda" else None
+    if nearest is not None:
+        scaled = nearest.scaled_to(hardware)
+        _warn_once(
+            hardware,
+            f"No cost model was measured on {hardware}: plans are made with that of {nearest.hardware}, scaled by the "
+            "ratio of the data sheets' memory bandwidths; speeds of collectives are "
+            f"{scaled.collectives_source}. {_remedy(device)}",
+        )
+        return scaled
     _warn_once(
         hardware,
         f"No measured cost model for {hardware}: plans are made with the analytic prior (data-sheet constants). "
         f"{_remedy(device)}",
     )
     return CostModel.analytic(hardware)
+
+
+def _nearest_gpu(names: Sequence[str], hardware: str) -> CostModel | None:
+    """The shipped model of the GPU whose memory bandwidth is nearest; None without one or without data sheets."""
+    target = HARDWARE.get(hardware)
+    if target is None or not target.has_data_sheet:
+        return None
+    found: list[tuple[float, str, CostModel]] = []
+    for name in names:
+        model = CostModel.load(name)
+        source = HARDWARE[gpu_preset(str(model.card["hardware"].get("gpu", "")))]
+        if source.has_data_sheet:
+            found.append((abs(math.log(source.memory_gbps / target.memory_gbps)), name, model))
+    return min(found)[2] if found else None
 
 
 def _warn_once(key: str, message: str) -> None:

@@ -130,7 +130,7 @@ class PlanSimulator:
         self._collectives = model.collectives.on_links(cluster.intra_host_gbps, cluster.inter_host_gbps)
         self._host_memory: HostMemory | None = None
         if problem.occupied_ms is not None or any(table.kernel != FUSED for table in problem.tables):
-            self._host_memory = HostMemory(hardware_spec(cluster.hardware, cluster.device))
+            self._host_memory = HostMemory(model.as_measured(hardware_spec(cluster.hardware, cluster.device)))
         self._start(problem, model.groups.z_dim + (EXTRAS if self._host_memory else 0))
 
     def _start(self, problem: ShardingProblem, z_dim: int) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from torchrec_neuroshard import cuda
 from torchrec_neuroshard.measure import netns
 from torchrec_neuroshard.measure.collect import CollectionResult, describe, records_of_this_machine
 from torchrec_neuroshard.measure.collective_calls import prepared_call
@@ -112,7 +113,12 @@ def collect_collectives(
     store = MeasurementStore(out) if rank == 0 else None
     done = {record["id"] for record in store if record["kind"] == "collective"} if store else set()
     sample = partial(
-        sample_collective, seed, world_size=world_size, local_world_size=local_world_size, link_gbps=link_gbps
+        sample_collective,
+        seed,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        link_gbps=link_gbps,
+        device=device.type,
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     begun = time.monotonic()
@@ -153,7 +159,7 @@ def collect_collectives(
 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        cuda.synchronize(device)
 
 
 def _any_rank(flag: bool, device: torch.device) -> bool:
@@ -238,8 +244,7 @@ def _run_rank(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if options.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+        device = cuda.use_device_of_rank(int(os.environ["LOCAL_RANK"]))
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
     if local_world_size == int(os.environ["WORLD_SIZE"]):
         local_world_size = 0

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 
+from torchrec_neuroshard import cuda
 from torchrec_neuroshard.costs.hardware import cpu_caches, cpu_model, machine_name
 
 
@@ -31,16 +32,7 @@ def hardware_fingerprint(device_type: str) -> dict[str, Any]:
         "transparent_hugepages": _transparent_hugepages(),
     }
     if device_type == "cuda":
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return {
-            "name": machine_name("cuda"),
-            "device": "cuda",
-            "gpu": properties.name,
-            "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
-            "gpu_l2_mib": round(properties.L2_cache_size / 2**20, 1),
-            "multiprocessors": properties.multi_processor_count,
-            **host,
-        }
+        return {"name": machine_name("cuda"), "device": "cuda", **cuda.fingerprint(), **host}
     return {"name": machine_name("cpu"), "device": "cpu", **host}
 
 

@@ -94,13 +94,13 @@ def sample_group(seed: int, index: int) -> GroupSpec:
         batch_size = 2 ** int(round(np.log2(batch_size)))
     kind = str(rng.choice(("pooled", "unpooled", "dense"), p=(0.84, 0.09, 0.07)))
     count = int(round(2 ** rng.uniform(0, 8)))
-    common_dim = _sample_dim(rng) if kind == "unpooled" or rng.random() < 0.3 else None
+    common_dim = sample_dim(rng) if kind == "unpooled" or rng.random() < 0.3 else None
     common_zipf = float(rng.uniform(0.0, 1.3)) if rng.random() < 0.25 else None
     pooling_scale = float(2 ** rng.normal(0.0, 0.7))
-    shards = tuple(_augment(bases[int(rng.integers(len(bases)))], common_dim, common_zipf, pooling_scale, rng)
+    shards = tuple(augmented(bases[int(rng.integers(len(bases)))], common_dim, common_zipf, pooling_scale, rng)
                    for _ in range(count))  # fmt: skip
     if kind == "pooled" and rng.random() < _ROW_BLOCK_SHARE:
-        shards = _row_blocks(shards, rng)
+        shards = row_blocks(shards, rng)
     spec = GroupSpec(
         batch_size=batch_size,
         shards=shards,
@@ -116,7 +116,7 @@ def sample_group(seed: int, index: int) -> GroupSpec:
     return _shrink(spec, cap, batch_floor=512 if rng.random() < 0.5 else 1 << 20)
 
 
-def _row_blocks(shards: tuple[ShardSpec, ...], rng: np.random.Generator) -> tuple[ShardSpec, ...]:
+def row_blocks(shards: tuple[ShardSpec, ...], rng: np.random.Generator) -> tuple[ShardSpec, ...]:
     """One rank's row-wise shards of some tables: a block of the rows and its share of the ids, for every bag.
 
     With popular rows scattered, a block's share is about its part of the rows; where ids are sorted by frequency
@@ -180,15 +180,25 @@ def _held_out_ids() -> frozenset[str]:
     return frozenset(base.id for base in base_tables() if base.held_out)
 
 
-def _sample_dim(rng: np.random.Generator) -> int:
+def sample_dim(rng: np.random.Generator) -> int:
+    """A width: mostly one of the usual ones, now and then any multiple of 4 up to 256."""
     if rng.random() < 0.2:
         return 4 * int(round(2 ** rng.uniform(0, 6)))
     return int(rng.choice(_COMMON_DIMS, p=np.asarray(_DIM_WEIGHTS)))
 
 
-def _augment(
+def augmented(
     base: BaseTable, dim: int | None, zipf: float | None, pooling_scale: float, rng: np.random.Generator
 ) -> ShardSpec:
+    """A table made of a base table by chance.
+
+    Args:
+        base: the base table.
+        dim: its width; None for any.
+        zipf: exponent of its access distribution; None for any.
+        pooling_scale: factor of the base's pooling factor, beside a factor of its own.
+        rng: source of chance.
+    """
     rows = base.num_embeddings * 2 ** rng.uniform(-2.0, 2.0)
     if rows > 3e7:  # beyond what one record may hold: anywhere in the upper decades instead of a pile at the cap
         rows = 10 ** rng.uniform(5.0, 7.4)
@@ -199,7 +209,7 @@ def _augment(
         zipf = 0.0 if rng.random() < 0.15 else float(rng.uniform(0.0, 1.3))
     return ShardSpec(
         rows=max(10, int(rows)),
-        dim=dim if dim is not None else _sample_dim(rng),
+        dim=dim if dim is not None else sample_dim(rng),
         pooling_factor=round(pooling, 3),
         num_features=1 if rng.random() < 0.93 else int(rng.integers(2, 4)),
         zipf=round(zipf, 3),

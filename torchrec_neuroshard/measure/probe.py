@@ -20,11 +20,13 @@ from torchrec_neuroshard.measure.timing import stopwatch
 
 DISTURBED = 1.6  # disturbance from which a measurement is not to be trusted
 
-_ROWS, _DIM, _LOOKUPS, _REPETITIONS = 1 << 19, 128, 8192, 5
+_ROWS, _DIM, _REPETITIONS = 1 << 19, 128, 5
+_LOOKUPS = {"cpu": 8192, "cuda": 1 << 18}  # a few microseconds of a GPU would tell its clock, not a disturbance
 _ROWS_PER_PAGE = 4096 // (4 * _DIM)
 _QUIET_PERCENTILE = 25
 _MINIMUM_HISTORY = 20
-_PAUSES_SECONDS = (1.0,)  # before each further try; what is recorded all the same says how disturbed it is
+# Before each further try; what is recorded all the same says how disturbed it is. A GPU that idles slows down.
+_PAUSES_SECONDS = {"cpu": (1.0,), "cuda": (0.0,)}
 
 Result = TypeVar("Result")
 
@@ -61,7 +63,7 @@ class DisturbanceProbe:
         Returns:
             The result of the last try, and that try's disturbance.
         """
-        for pause in (0.0, *_PAUSES_SECONDS):
+        for pause in (0.0, *_PAUSES_SECONDS[self._device.type]):
             time.sleep(pause)
             before = self.disturbance()
             result = measure()
@@ -76,7 +78,7 @@ class DisturbanceProbe:
         self._table[::_ROWS_PER_PAGE, 0].sum()
         times = []
         for _ in range(_REPETITIONS):
-            rows = torch.randint(0, _ROWS, (_LOOKUPS,), generator=self._generator).to(self._device)
+            rows = torch.randint(0, _ROWS, (_LOOKUPS[self._device.type],), generator=self._generator).to(self._device)
             self._watch.start()
             self._table.index_select(0, rows).sum()
             self._watch.lap()

@@ -9,16 +9,22 @@ from typing import Any, Mapping
 
 from torchrec_neuroshard.access import AccessDistribution
 from torchrec_neuroshard.costs.features import KERNELS, OPTIMIZERS, POOLINGS
-from torchrec_neuroshard.problem import DATA_TYPE_BYTES
+from torchrec_neuroshard.problem import DATA_TYPE_BYTES, UVM, UVM_CACHING
 
 DATA_TYPES = DATA_TYPE_BYTES
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
+
+# Where a fused TBE's rows lie, in FBGEMM's terms: in the device's memory, in the host's (what TorchRec calls the kernel
+# fused_uvm), or in the host's behind a cache on the device (fused_uvm_caching). The host's own rows are "device" to it.
+LOCATIONS = ("device", "managed", "managed_caching")
+_LOAD_FACTOR = 0.2  # TorchRec's default
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer": OPTIMIZERS,
     "data_type": tuple(DATA_TYPES),
     "kernel": KERNELS,
     "pooling": POOLINGS,
+    "location": LOCATIONS,
 }
 
 
@@ -70,6 +76,8 @@ class GroupSpec:
         seed: seeds the synthetic batches.
         kernel: one of :data:`KERNELS`; "dense" is what data_parallel tables run, on the batch of one rank.
         pooling: one of :data:`POOLINGS`.
+        location: one of :data:`LOCATIONS`; only CUDA devices have rows elsewhere than in their memory.
+        load_factor: of "managed_caching": share of the rows that the cache holds.
     """
 
     batch_size: int
@@ -81,6 +89,8 @@ class GroupSpec:
     seed: int = 0
     kernel: str = "fused"
     pooling: str = "sum"
+    location: str = "device"
+    load_factor: float = _LOAD_FACTOR
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -90,6 +100,10 @@ class GroupSpec:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
         if self.pooling == "none" and (len({shard.dim for shard in self.shards}) > 1 or self.kernel == "dense"):
             raise ValueError("FBGEMM returns unpooled rows only from its fused TBE, and only for tables of one dim")
+        if self.location != "device" and self.kernel == "dense":
+            raise ValueError(f"a dense TBE's rows lie in the device's memory, not {self.location}")
+        if not 0 < self.load_factor <= 1:
+            raise ValueError(f"load_factor must be above 0 and at most 1, got {self.load_factor}")
         for shard in self.shards:
             if shard.rows < 1 or shard.dim < 4 or shard.dim % 4 or shard.pooling_factor < 0 or shard.num_features < 1:
                 raise ValueError(f"FBGEMM cannot run this shard (dims are multiples of 4): {shard}")
@@ -104,10 +118,50 @@ class GroupSpec:
         """Bytes of the weights, without optimizer state."""
         return sum(shard.rows * shard.dim for shard in self.shards) * DATA_TYPES[self.data_type]
 
+    @property
+    def compute_kernel(self) -> str:
+        """The group's kernel as TorchRec names it."""
+        names = {"device": self.kernel, "managed": UVM, "managed_caching": UVM_CACHING}
+        return names[self.location]
+
+    @property
+    def device_bytes(self) -> float:
+        """Bytes of weights and optimizer state that lie in the device's memory; states are fp32.
+
+        Row-wise Adagrad keeps 4 bytes a row, on the device wherever the rows lie. A dense kernel has a gradient of the
+        weights' size beside them.
+        """
+        if self.location == "device":
+            return float(self.weight_bytes * (2 if self.kernel == "dense" else 1) + self.state_bytes)
+        state = float(self.state_bytes) if self.optimizer == "rowwise_adagrad" else 0.0
+        if self.location == "managed":
+            return state
+        rows = sum(shard.rows for shard in self.shards)
+        widest = max(
+            (shard.dim for shard in self.shards), default=0
+        )  # slots of a cache are as wide as its widest table
+        return state + self.load_factor * rows * widest * DATA_TYPES[self.data_type]
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes of weights and optimizer state that lie in the host's memory, mapped for a GPU."""
+        if self.location == "device":
+            return 0.0
+        return float(self.weight_bytes + (0 if self.optimizer == "rowwise_adagrad" else self.state_bytes))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state."""
+        elements = sum(shard.rows * shard.dim for shard in self.shards)
+        rows = sum(shard.rows for shard in self.shards)
+        return {"sgd": 0, "rowwise_adagrad": 4 * rows, "adagrad": 4 * elements, "adam": 8 * elements}[self.optimizer]
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object; :meth:`from_json` reads it back."""
         record = asdict(self)
-        for name in ("kernel", "pooling"):  # left out at its default, so that ids of older records stand
+        if record["location"] != "managed_caching":
+            del record["load_factor"]
+        for name in ("kernel", "pooling", "location"):  # left out at its default, so that ids of older records stand
             if record[name] == _CHOICES[name][0]:
                 del record[name]
         record["shards"] = [

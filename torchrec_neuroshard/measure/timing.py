@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torchrec_neuroshard.cuda import CudaStopwatch
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -45,6 +47,10 @@ class Stopwatch(Protocol):
         """Waits for the device and returns the laps since :meth:`start`."""
         ...
 
+    def host_bound(self) -> bool:
+        """Whether the device may have waited for the host within the laps since :meth:`start`."""
+        ...
+
 
 class WallClockStopwatch:
     """Laps by the host's monotonic clock, for work that is done when the call returns."""
@@ -64,12 +70,14 @@ class WallClockStopwatch:
         """The laps since :meth:`start`."""
         return [(b - a) * 1e3 for a, b in zip(self._marks, self._marks[1:])]
 
+    def host_bound(self) -> bool:
+        """No: the host is the device."""
+        return False
+
 
 def stopwatch(device: torch.device) -> Stopwatch:
     """The stopwatch for a device."""
     if device.type == "cuda":
-        from torchrec_neuroshard.measure.cuda import CudaStopwatch
-
         return CudaStopwatch(device)
     return WallClockStopwatch()
 

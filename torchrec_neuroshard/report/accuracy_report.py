@@ -28,6 +28,7 @@ from torchrec_neuroshard.training.evaluate import (
     predict_collectives,
     predict_groups,
 )
+from torchrec_neuroshard.training.host_link import host_memory_times
 
 SCHEMA_VERSION = 1
 
@@ -129,10 +130,11 @@ class AccuracyReport:
 
 def _groups(model: CostModel, records: Sequence[Record], witnesses: Sequence[Record]) -> PartAccuracy:
     everything = group_data((*records, *witnesses))
-    all_predicted = predict_groups(model.groups, everything)
+    all_predicted = predict_groups(model.groups, everything) + host_memory_times(model, (*records, *witnesses))
+    predicted = all_predicted[: len(records)]
     log_drift = drift(np.log(everything.measured_ms / all_predicted), everything, _reference_speed(model, records))
     evaluated = np.arange(len(everything)) < len(records)
-    data, predicted = everything.subset(evaluated), all_predicted[: len(records)]
+    data = everything.subset(evaluated)
     evened = at_speed_of_model(data, log_drift[: len(records)])
     overall = accuracy_of(predicted, data)
     if all(_describes(model, record["hardware"]["name"]) for record in records):  # else it is the machine, not drift
@@ -169,11 +171,20 @@ def _group_breakdowns(total: Times, specs: Sequence[GroupSpec], records: Sequenc
         total.by_value("optimizer", "optimizer", [spec.optimizer for spec in specs]),
         total.by_value("data_type", "data type", [spec.data_type for spec in specs]),
         total.by_value("weighted", "weighted lookups", ["yes" if spec.weighted else "no" for spec in specs]),
-        total.by_value("kernel", "kernel", [spec.kernel for spec in specs]),
+        total.by_value("kernel", "kernel", [spec.compute_kernel for spec in specs]),
+        total.by_value("kernel_and_dim", "kernel and mean dim", *_kernels_and_dims(specs)),
         total.by_value("pooling", "pooling", [spec.pooling for spec in specs]),
         total.by_value("base_tables", "base tables", [_base_tables(spec) for spec in specs]),
         _by_hardware(total, records),
     )
+
+
+def _kernels_and_dims(specs: Sequence[GroupSpec]) -> tuple[list[str], tuple[str, ...]]:
+    """Labels of kernel and width together, and the order in which they are shown."""
+    widths = [int(2 ** np.ceil(np.log2(mean_dim(spec)))) for spec in specs]
+    both = [(spec.compute_kernel, width) for spec, width in zip(specs, widths)]
+    labels = {pair: f"{pair[0]}, at most {pair[1]}" for pair in sorted(set(both))}
+    return [labels[pair] for pair in both], tuple(labels.values())
 
 
 def mean_dim(spec: GroupSpec) -> float:

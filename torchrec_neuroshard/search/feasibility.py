@@ -7,6 +7,7 @@ fill that cuts tables exactly to the space that is left, which packs almost to t
 from __future__ import annotations
 
 import heapq
+from typing import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +38,6 @@ def feasible_placement(problem: ShardingProblem, exact: bool = True) -> Placemen
     if not problem.placed_tables:
         _check_spread(problem)
         return problem.placement((), [False] * len(problem.tables))
-    for widths in (lambda t: problem.tables[t].embedding_dim, lambda t: least_width(problem, t)):
-        problem.prefetch_memory((t, widths(t)) for t in problem.placed_tables)
     _check_bounds(problem)
     splits: Splits | None = whole_tables(problem)
     cuts = 1
@@ -191,22 +190,41 @@ def least_width(problem: ShardingProblem, table: int) -> int:
     return width
 
 
+def fitting_nowhere(
+    problem: ShardingProblem, tables: Iterable[int], capacity: NDArray[np.float64] | None = None
+) -> list[int]:
+    """Those of some tables of which no rank holds even the narrowest column shard.
+
+    Args:
+        problem: the tables and ranks.
+        tables: what to look at.
+        capacity: [ranks, 2] bytes in place of the problem's.
+
+    """
+    room = problem.cluster.capacity if capacity is None else capacity
+    left = list(tables)
+    # Wider shards take more memory: where the whole table fits, which is estimated anyway, the narrowest need not be.
+    for width in (lambda t: problem.tables[t].embedding_dim, lambda t: least_width(problem, t)):
+        problem.prefetch_memory((t, width(t)) for t in left)
+        left = [t for t in left if not (room >= problem.shard_memory(t, width(t))).all(axis=1).any()]
+    return left
+
+
 def _check_bounds(problem: ShardingProblem) -> None:
     """Raises where a single table or the total cannot fit, however it is cut."""
     _check_spread(problem)
     capacity = problem.cluster.capacity
-    for index in problem.placed_tables:
+    for index in fitting_nowhere(problem, problem.placed_tables):
         table = problem.tables[index]
         least = np.asarray(problem.shard_memory(index, least_width(problem, index)))
-        if not (capacity >= least).all(axis=1).any():
-            best = capacity[np.argmax((capacity - least).min(axis=1))]
-            raise InfeasibleError(
-                f"table {table.name!r} does not fit on any rank even in its narrowest allowed shard: "
-                f"it needs {_gib(least)}, the roomiest rank has {_gib(best)}",
-                (float(least[0]), float(least[1])),
-                (float(best[0]), float(best[1])),
-                table.name,
-            )
+        best = capacity[np.argmax((capacity - least).min(axis=1))]
+        raise InfeasibleError(
+            f"table {table.name!r} does not fit on any rank even in its narrowest allowed shard: "
+            f"it needs {_gib(least)}, the roomiest rank has {_gib(best)}",
+            (float(least[0]), float(least[1])),
+            (float(best[0]), float(best[1])),
+            table.name,
+        )
     # Whole tables need the least in total: each further shard repeats the input buffers.
     needed = _whole_bytes(problem)
     available = np.maximum(capacity, 0.0).sum(axis=0)

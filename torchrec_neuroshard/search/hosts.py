@@ -7,7 +7,6 @@ from typing import Any, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrec_neuroshard.layout import row_blocks
 from torchrec_neuroshard.problem import (
     COLUMN_WISE,
     EVERYWHERE_TYPES,
@@ -47,11 +46,9 @@ def settle(problem: ShardingProblem, kinds: Kinds, weight: Sequence[float]) -> t
 
 def fills_ranks(problem: ShardingProblem, table: int, kind: str = ROW_WISE) -> bool:
     """Whether every rank gets rows where rows are cut; TorchRec 1.9 with FBGEMM 1.8 fails on a rank without."""
-    cluster = problem.cluster
-    last, _ = row_blocks(
-        problem.tables[table].num_embeddings, cluster.world_size if kind == ROW_WISE else cluster.ranks_per_host
-    )[-1]
-    return last < problem.tables[table].num_embeddings
+    rows, cluster = problem.tables[table].num_embeddings, problem.cluster
+    ranks = cluster.world_size if kind == ROW_WISE else cluster.ranks_per_host
+    return (ranks - 1) * -(-rows // ranks) < rows  # the blocks before the last one leave some (see row_blocks)
 
 
 class _Hosts:

@@ -30,7 +30,7 @@ from torchrec_neuroshard.problem import (
 )
 from torchrec_neuroshard.search.beam import score
 from torchrec_neuroshard.search.config import SearchConfig
-from torchrec_neuroshard.search.feasibility import feasible_placement, least_width
+from torchrec_neuroshard.search.feasibility import feasible_placement, fitting_nowhere
 from torchrec_neuroshard.search.hosts import Kinds, fills_ranks, host_column_kinds, settle
 from torchrec_neuroshard.search.targets import fitting_splits, target_splits
 
@@ -71,12 +71,12 @@ def must_be_spread(problem: ShardingProblem) -> Kinds:
         InfeasibleError: such a table does not fit when it is spread.
     """
     kinds = [""] * len(problem.tables)
-    tables = [t for t, option in enumerate(problem.options) if option.has_columns]
-    problem.prefetch_memory((t, least_width(problem, t)) for t in tables)
     capacity = problem.cluster.capacity
     left = [t for t, option in enumerate(problem.options) if option.spread_types]
+    columns = {t for t in left if problem.options[t].has_columns}
     while True:  # what is spread leaves less room for the others
-        found = [t for t in left if not _fits_as_columns(problem, t, capacity)]
+        nowhere = set(fitting_nowhere(problem, [t for t in left if t in columns], capacity))
+        found = [t for t in left if t in nowhere or t not in columns]
         if not found:
             return tuple(kinds)
         for table in found:
@@ -116,13 +116,6 @@ def feasible_spread(problem: ShardingProblem, exact: bool = True) -> tuple[Kinds
 def _sizes(problem: ShardingProblem) -> list[float]:
     """[tables] elements."""
     return [float(table.num_embeddings) * table.embedding_dim for table in problem.tables]
-
-
-def _fits_as_columns(problem: ShardingProblem, table: int, capacity: NDArray[np.float64]) -> bool:
-    """Whether some rank holds the narrowest column shard of the table."""
-    if not problem.options[table].has_columns:
-        return False
-    return bool((capacity >= problem.shard_memory(table, least_width(problem, table))).all(axis=1).any())
 
 
 def _required_kind(problem: ShardingProblem, table: int, capacity: NDArray[np.float64]) -> str:

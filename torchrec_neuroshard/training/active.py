@@ -30,7 +30,7 @@ def disagreement(model: GroupCostModel, specs: list[GroupSpec]) -> np.ndarray:
     return model.spread(z)
 
 
-def active_groups(model: GroupCostModel, seed: int) -> Iterator[Sampled]:
+def active_groups(model: GroupCostModel, seed: int, device: str = "cpu") -> Iterator[Sampled]:
     """An endless, reproducible sequence: by turns one group by chance and some on which the model's nets disagree.
 
     The groups taken by chance keep a store a fair sample, held-out base tables included; chosen ones never hold
@@ -39,15 +39,17 @@ def active_groups(model: GroupCostModel, seed: int) -> Iterator[Sampled]:
     Args:
         model: an ensemble; with fewer than two nets nothing can disagree.
         seed: seed of the sample.
+        device: "cpu" or "cuda", whose pool groups are drawn from.
 
     Raises:
         ValueError: the model has fewer than two nets.
     """
     if len(model.nets) < 2:
         raise ValueError(f"active sampling needs a model of at least two nets, this one has {len(model.nets)}")
-    by_chance, candidates = sampled_groups(seed), sampled_groups(seed + _OF_ANOTHER_SEQUENCE)
+    by_chance, candidates = (sampled_groups(s, device) for s in (seed, seed + _OF_ANOTHER_SEQUENCE))
     while True:
         yield next(by_chance)
-        specs = [spec for spec in (next(candidates).spec for _ in range(_CANDIDATES)) if not is_held_out(spec)]
+        specs = [next(candidates).spec for _ in range(_CANDIDATES)]
+        specs = [spec for spec in specs if spec.location == "device" and not is_held_out(spec)]
         for index in np.argsort(-disagreement(model, specs), kind="stable")[:_CHOSEN]:
             yield Sampled(specs[index], "active")

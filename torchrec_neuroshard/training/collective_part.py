@@ -7,7 +7,7 @@ from typing import Any, Callable, Sequence
 
 from torchrec_neuroshard.costs.collective_model import CollectiveModel
 from torchrec_neuroshard.costs.collective_prior import CollectivePriors
-from torchrec_neuroshard.costs.hardware import HARDWARE
+from torchrec_neuroshard.costs.hardware import HardwareSpec
 from torchrec_neuroshard.training.collective_data import (
     Record,
     collective_counts,
@@ -41,13 +41,13 @@ class CollectivePart:
 
 
 def train_collective_part(
-    records: Sequence[Record], device: str, seed: int = 0, log: Callable[[str], None] = print
+    records: Sequence[Record], preset: HardwareSpec, seed: int = 0, log: Callable[[str], None] = print
 ) -> CollectivePart:
     """Trains on collective records; without enough of them, takes the data sheet's constants.
 
     Args:
         records: all collective records, those to be tested on among them.
-        device: "cpu" or "cuda".
+        preset: published figures of the hardware.
         seed: seeds the training.
         log: told how it goes.
     """
@@ -55,9 +55,12 @@ def train_collective_part(
     if len(split.train) < MINIMUM_COLLECTIVES:
         if split.train:
             log(f"{len(split.train)} collective records are too few (at least {MINIMUM_COLLECTIVES}): not used")
-        preset = HARDWARE["generic_cpu" if device == "cpu" else "generic_gpu"]
         analytic = CollectiveModel(CollectivePriors.uniform(preset.collective_prior(), preset.device))
-        return CollectivePart(analytic, counts={"collectives": {}}, card={"collectives_provenance": "analytic"})
+        return CollectivePart(
+            analytic,
+            counts={"collectives": {}},
+            card={"collectives_provenance": "analytic", "collectives_source": preset.links},
+        )
     config = CollectiveConfig(seed=seed)
     model = train_collective_model(collective_data(split.train), config, log)
     prior = CollectiveModel(model.prior)

@@ -102,8 +102,13 @@ class GroupSplit:
 
 
 def spec_features(spec: GroupSpec) -> ShardFeatures:
-    """Features of the shards of a measured group."""
-    return shard_features(
+    """Features of the shards of a measured group, as if its rows lay in the device's memory."""
+    return shard_features(spec_works(spec))
+
+
+def spec_works(spec: GroupSpec) -> list[ShardWork]:
+    """What the TBE of a measured group does for each shard."""
+    return [
         ShardWork(
             rows=shard.rows,
             dim=shard.dim,
@@ -118,7 +123,7 @@ def spec_features(spec: GroupSpec) -> ShardFeatures:
             pooling=spec.pooling,
         )
         for shard in spec.shards
-    )
+    ]
 
 
 def group_data(records: Iterable[dict[str, Any]]) -> GroupData:
@@ -165,8 +170,16 @@ def _session(record: dict[str, Any]) -> tuple[str, int]:
 
 
 def load_groups(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
-    """All group records of some measurement files; of several of one group, the last."""
-    return records_of_kind("group", paths)
+    """Group records of some measurement files whose rows lie in the device's memory; of several of one group, the last.
+
+    What nets are trained on: rows in the host's memory have a model of their own (:mod:`.host_link`).
+    """
+    return [record for record in records_of_kind("group", paths) if not in_host_memory(record)]
+
+
+def in_host_memory(record: dict[str, Any]) -> bool:
+    """Whether a group record's rows lie in the host's memory, with or without a cache on the device."""
+    return bool(record["spec"].get("location", "device") != "device")
 
 
 def records_of_kind(kind: str, paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ _PLAUSIBLE_MS = (1e-4, 1e5)  # of a reference time
 
 
 def check_record(path: str | os.PathLike[str], record: Record) -> None:
-    """Checks that a record of a group or a collective holds what training and evaluation use.
+    """Checks that a record holds what training and evaluation use.
 
     Args:
         path: its file, for the message.
@@ -76,6 +76,14 @@ def _check_collective(record: Record) -> None:
         _check_positive(f"rank_ms[{rank}].median", timing["median"])
 
 
+def _check_bandwidth(record: Record) -> None:
+    if not isinstance(record["name"], str):
+        raise ValueError("name must be a text")
+    _check_positive("ms.median", record["ms"]["median"])
+    if record["gb_per_s"] is not None:
+        _check_positive("gb_per_s", record["gb_per_s"])
+
+
 def _check_number(name: str, value: float) -> None:
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
@@ -86,4 +94,8 @@ def _check_positive(name: str, value: float) -> None:
         raise ValueError(f"{name} must be a positive number of ms, got {value!r}")
 
 
-_CHECKS: dict[str, Callable[[Record], None]] = {"group": _check_group, "collective": _check_collective}
+_CHECKS: dict[str, Callable[[Record], None]] = {
+    "group": _check_group,
+    "collective": _check_collective,
+    "bandwidth": _check_bandwidth,
+}
