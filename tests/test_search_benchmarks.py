@@ -370,6 +370,17 @@ def test_the_comparison_resumes(
     assert "4 ranks" in capsys.readouterr().out
 
 
+def test_ours_is_given_a_share_of_the_papers_time(tmp_path: Path) -> None:
+    store, out = tmp_path / "store.jsonl", tmp_path / "out.json"
+    arguments = ["--tasks", "1", "--first", "1", "--cost-model", ANALYTIC, "--store", str(store), "--json", str(out)]
+    assert main([*arguments, "--methods", "paper", "neuroshard_fifth", "--ours", "neuroshard_fifth"]) == 0
+    found = {entry["method"]: entry for entry in read_records(store)}
+    limited = found["neuroshard_fifth"]
+    assert 0 < limited["limit_seconds"] < found["paper"]["wall_seconds"]
+    assert limited["wall_seconds"] < limited["limit_seconds"] + 0.5  # a moment of another program apart
+    assert json.loads(out.read_text())["world_sizes"]["4"]["against"]["paper"]["tasks"] == 1
+
+
 def test_fingerprints_tell_methods_and_models_apart() -> None:
     assert code_fingerprint("paper") == code_fingerprint("paper_unbatched") != code_fingerprint("neuroshard")
     models = [untrained_model(0), untrained_model(1), CostModel.analytic("generic_cpu")]

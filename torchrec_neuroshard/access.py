@@ -69,8 +69,7 @@ class AccessDistribution:
     @classmethod
     def population(cls, rows: int) -> AccessDistribution:
         """The default for a table of unknown skew: the mean over :data:`POPULATION_EXPONENTS`."""
-        members = [cls.zipf(rows, exponent) for exponent in POPULATION_EXPONENTS]
-        return cls(members[0].counts, np.mean([member.masses for member in members], axis=0))
+        return _population(int(rows))
 
     @classmethod
     def from_ids(cls, ids: NDArray[np.int64] | Sequence[int], rows: int) -> AccessDistribution:
@@ -272,6 +271,12 @@ def _bin_edges(rows: int) -> NDArray[np.int64]:
 @lru_cache(maxsize=65536)
 def _zipf(rows: int, exponent: float) -> AccessDistribution:
     return AccessDistribution(*_power_law_bins(rows, exponent))
+
+
+@lru_cache(maxsize=65536)
+def _population(rows: int) -> AccessDistribution:
+    members = [AccessDistribution.zipf(rows, exponent) for exponent in POPULATION_EXPONENTS]
+    return AccessDistribution(members[0].counts, np.mean([member.masses for member in members], axis=0))
 
 
 def _power_law_bins(rows: int, exponent: float, first_rank: int = 0) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -56,9 +56,12 @@ class FoundPlan:
         """
         placement = one_shard_per_rank(problem, result.placement)
         if placement.kernels:
-            problem = problem.with_kernels(placement.kernels)
             tables = [entry.with_kernel(*kernel) for entry, kernel in zip(tables, placement.kernels)]
-        simulator = simulate(problem, objective)
+        simulator = result.simulator
+        if simulator is None:
+            kernels = placement.kernels
+            simulator = simulate(problem.with_kernels(kernels) if kernels else problem, objective)
+        problem = simulator.problem
         uncertainty = plan_uncertainty(problem, placement, objective) if isinstance(objective, CostModel) else None
         cost = simulator.cost(placement)
         return cls(tuple(tables), problem, placement, simulator, cost, uncertainty, result.lower_bound_ms)

@@ -190,6 +190,8 @@ def _row_wise_ms(problem: ShardingProblem, collectives: CollectiveModel, tables:
     """[2] reduce-scatter and all-gather of one module's row-wise tables."""
     shape = (problem.cluster.world_size, problem.cluster.local_world_size)
     pooled = [problem.tables[t] for t in tables if not problem.tables[t].unpooled]
+    if not pooled:
+        return np.zeros(2)
     columns = np.asarray([sum(table.embedding_dim * table.outputs for table in pooled)])
     return np.concatenate(
         [

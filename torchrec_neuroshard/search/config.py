@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from torchrec_neuroshard.costs.simulator import PlanCost
+from torchrec_neuroshard.costs.simulator import PlanCost, PlanSimulator
 from torchrec_neuroshard.problem import Placement
 
 
@@ -66,6 +66,8 @@ class SearchResult:
         seconds: wall time of the search.
         log: one entry per step: {"step", "seconds", "predicted_ms", "shards"}.
         lower_bound_ms: what every plan costs at least; None where it was not asked for, or cannot be proved.
+        simulator: what predicted it, of the problem with the placement's kernels and nothing spread; None where the
+            placement was not searched for.
     """
 
     placement: Placement
@@ -73,3 +75,4 @@ class SearchResult:
     seconds: float
     log: tuple[dict[str, Any], ...]
     lower_bound_ms: float | None = None
+    simulator: PlanSimulator | None = field(default=None, repr=False, compare=False)

@@ -67,9 +67,11 @@ def _search_kernels(
 ) -> SearchResult:
     """Searches with the kernels that the problem's tables have; ``exact`` as of :func:`feasible_placement`."""
     simulator = simulate(problem, objective)
-    if not any(option.spread_types for option in problem.options):
-        return _Search(simulator, config, begun, feasible_placement(problem, exact)).run()
-    return _search_spread(simulator, config, begun, exact)
+    if any(option.spread_types for option in problem.options):
+        result = _search_spread(simulator, config, begun, exact)
+    else:
+        result = _Search(simulator, config, begun, feasible_placement(problem, exact)).run()
+    return replace(result, simulator=simulator)
 
 
 def _search_spread(simulator: PlanSimulator, config: SearchConfig, begun: float, exact: bool) -> SearchResult:
