@@ -454,7 +454,8 @@ def test_gpus_are_known_by_their_names(name: str, preset: str) -> None:
 # TorchRec's own formula
 
 
-def test_torchrecs_formula_is_fitted_and_computed_by_torchrec(gpu_folder: Path) -> None:
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_torchrecs_formula_is_fitted_and_computed_by_torchrec(device: str, gpu_folder: Path) -> None:
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
     from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorFactory
@@ -463,8 +464,9 @@ def test_torchrecs_formula_is_fitted_and_computed_by_torchrec(gpu_folder: Path) 
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-    config = torchrec_hardware_config(CostModel.load(gpu_folder))
-    topology = Topology(world_size=2, compute_device="cuda", hbm_mem_bw=float(config.hbm_mem_bw))
+    model = CostModel.load(gpu_folder if device == "cuda" else "cpu")
+    config = torchrec_hardware_config(model)
+    topology = Topology(world_size=2, compute_device=device)
     constraints = {"t": ParameterConstraints(pooling_factors=[20.0])}
     estimator = EmbeddingPerfEstimatorFactory.create_with_config(config, topology=topology, constraints=constraints)
     storage = EmbeddingStorageEstimator(topology=topology, constraints=constraints)
@@ -475,7 +477,7 @@ def test_torchrecs_formula_is_fitted_and_computed_by_torchrec(gpu_folder: Path) 
     option = next(o for o in options if (o.sharding_type, o.compute_kernel) == ("table_wise", "fused"))
     perf = option.shards[0].perf
     assert perf is not None
-    fitted = CostModel.load(gpu_folder).card["torchrec_coefficients"]
+    fitted = model.card["torchrec_coefficients"]
     lookups, outputs = 2 * 512 * 20.0, 2 * 512 * 64 * 4.0
     sizes = np.asarray([lookups * 8, lookups * 64 * 4, outputs])
     for part, half, penalty in ((perf.fwd_compute, "fwd", 1.15), (perf.bwd_compute, "bwd", 1.0)):

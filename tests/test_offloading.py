@@ -186,3 +186,19 @@ def test_cache_slots_are_as_wide_as_the_widest_cached_table() -> None:
     assert together(0, 32)[0] - alone(0, 32)[0] == 2_000 * (256 - 32) * 4
     assert together(0, 32)[1] == alone(0, 32)[1] >= 10_000 * 32 * 4
     assert storage(0, 32)[0] > 10_000 * 32 * 4
+
+
+@pytest.mark.parametrize("kernel", [(UVM, 0.0), (UVM_CACHING, 0.2)])
+def test_row_wise_state_counts_on_the_device_wherever_the_rows_lie(kernel: tuple[str, float]) -> None:
+    """FBGEMM's construct_split_state keeps it there; element-wise state goes with the rows."""
+    rows, dim = 10_000, 64
+    bytes_of = {}
+    for optimizer in (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM):
+        sharders: list[Any] = [EmbeddingBagCollectionSharder(fused_params={"optimizer": optimizer})]
+        tables = collect_tables(bag_collection(bag_config("t", rows, dim)), sharders, None, "cuda", 64)
+        cluster = Cluster(2, 2, "cuda", torch.zeros(2, 2).numpy().astype(float))
+        storage = ShardStorage(tables, planner(topology(8.0))._enumerator, compat.sharder_maps(sharders), 64, cluster)
+        bytes_of[optimizer] = storage.with_kernels((kernel,))(0, dim)
+    (hbm, ddr), row_wise, adam = bytes_of.values()
+    assert row_wise == (hbm + rows * 4, ddr)
+    assert adam == (hbm, ddr + rows * dim * 8)

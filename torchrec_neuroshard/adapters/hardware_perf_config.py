@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Mapping
 
 from torchrec_neuroshard.adapters.errors import UnsupportedArgumentError
 from torchrec_neuroshard.costs.model import CostModel
+from torchrec_neuroshard.problem import FUSED
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner.estimator.types import HardwarePerfConfig
@@ -15,7 +16,7 @@ _HOME = "torchrec.distributed.planner.estimator"
 
 
 def torchrec_hardware_config(model: CostModel) -> HardwarePerfConfig:
-    """TorchRec's cost formula with coefficients fitted to what a cost model was trained on.
+    """TorchRec's cost formula for the fused kernel, with coefficients fitted to what a cost model was trained on.
 
     For those who keep TorchRec's planner, and want it to know their hardware:
 
@@ -40,10 +41,10 @@ def torchrec_hardware_config(model: CostModel) -> HardwarePerfConfig:
         )
     if importlib.util.find_spec(_HOME) is None or not importlib.util.find_spec(f"{_HOME}.types"):
         raise UnsupportedArgumentError("this TorchRec has no HardwarePerfConfig; upgrade TorchRec")
-    return _config(str(model.hardware), fitted, on_gpu=model.card["hardware"]["device"] == "cuda")
+    return _config(str(model.hardware), fitted, str(model.card["hardware"]["device"]))
 
 
-def _config(name: str, fitted: Mapping[str, Any], on_gpu: bool) -> HardwarePerfConfig:
+def _config(name: str, fitted: Mapping[str, Any], device: str) -> HardwarePerfConfig:
     from torchrec.distributed.planner.estimator.types import (
         EstimatorPerfCoefficients,
         HardwarePerfConfig,
@@ -63,5 +64,6 @@ def _config(name: str, fitted: Mapping[str, Any], on_gpu: bool) -> HardwarePerfC
         row_wise=of("row_wise"),
         table_row_wise=of("row_wise"),
     )
-    setattr(config, "hbm_mem_bw" if on_gpu else "ddr_mem_bw", float(fitted["mem_bw_bytes_per_ms"]))
+    # By kernel: the config's own hbm_mem_bw is not asked, only the topology's, which the coefficients do not go with.
+    config.kernel_device_bandwidths = {(device, FUSED): float(fitted["mem_bw_bytes_per_ms"])}
     return config
