@@ -45,6 +45,7 @@ from torchrec_neuroshard.measure.timing import RepetitionPolicy
 
 DEFAULT_STORE = Path("out/plan_rounds.jsonl")
 POLICY = RepetitionPolicy(warmup=1, minimum=5, maximum=15, seconds=0.5, relative_error=0.015)
+_CPU = torch.device("cpu")
 NEAR_BOTTLENECK = 0.9  # share of the slowest rank's time from which a rank is timed again
 
 
@@ -97,9 +98,9 @@ class PlanMeasurement:
 class RoundTimer:
     """Times groups, each distinct one once."""
 
-    def __init__(self, policy: RepetitionPolicy = POLICY) -> None:
-        self._policy = policy
-        self._probe = DisturbanceProbe(torch.device("cpu"))
+    def __init__(self, policy: RepetitionPolicy = POLICY, device: torch.device = _CPU) -> None:
+        self._policy, self._device = policy, device
+        self._probe = DisturbanceProbe(device)
         self._fused: dict[str, float] = {}
         self._confirmed: set[str] = set()
         self._bucketize: dict[str, float] = {}
@@ -125,15 +126,15 @@ class RoundTimer:
 
     def _measure(self, group: GroupSpec | RowBlock) -> float:
         if isinstance(group, RowBlock):
-            return self._probe.undisturbed(partial(group.measure_ms, torch.device("cpu"), self._policy))[0]
-        measure = partial(measure_group, group, torch.device("cpu"), self._policy)
+            return self._probe.undisturbed(partial(group.measure_ms, self._device, self._policy))[0]
+        measure = partial(measure_group, group, self._device, self._policy)
         timing, _ = self._probe.undisturbed(measure)
         return timing.forward.median + timing.backward.median
 
     def bucketize_ms(self, tables: RowWiseTables) -> float:
         """Median of bucketizing one rank's ids of row-wise tables."""
         if tables.id not in self._bucketize:
-            measure = partial(bucketize_ms, tables, torch.device("cpu"), self._policy)
+            measure = partial(bucketize_ms, tables, self._device, self._policy)
             self._bucketize[tables.id], _ = self._probe.undisturbed(measure)
         return self._bucketize[tables.id]
 
@@ -141,7 +142,7 @@ class RoundTimer:
         """Median of lookup, dense gradient and optimizer step of data_parallel tables (without DDP's copies)."""
         key = spec_id(group)
         if key not in self._replicated:
-            measure = partial(measure_group, group, torch.device("cpu"), self._policy)
+            measure = partial(measure_group, group, self._device, self._policy)
             self._replicated[key] = self._probe.undisturbed(measure)[0].total.median
         return self._replicated[key]
 

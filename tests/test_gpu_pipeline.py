@@ -21,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.gpu import unpack_kit
+from benchmarks.gpu import plan_bottlenecks, unpack_kit
 from tests.test_calibration import quick as quick  # a fixture
 from tests.test_calibration import stored
 from torchrec_neuroshard import CostModel, cuda, torchrec_hardware_config
@@ -532,6 +532,42 @@ def test_without_a_base_calibrate_trains_from_the_records_alone(
     assert "calibrated_from" not in card and {"copy", "launch_forward"} <= set(card["bandwidths"])
     assert {record["kind"] for record in read_records(out / RECORDS_FILE)} == {"bandwidth", "group"}
     assert {record["kind"] for record in read_records(out / COLLECTIVES_FILE)} == {"collective"}
+
+
+def test_bottlenecks_of_plans_are_measured_rank_by_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = [
+        {
+            "name": f"t{i}",
+            "num_embeddings": 2000 * (i + 1),
+            "embedding_dim": 16,
+            "pooling_factor": 1 + 3 * i,
+            "alpha": 0.8,
+        }
+        for i in range(4)
+    ]
+    workload = tmp_path / "small.json"
+    workload.write_text(json.dumps({"name": "small", "batch_size": 64, "optimizer": "sgd", "tables": tables}))
+    plans, out = tmp_path / "plans.jsonl", tmp_path / "bottlenecks.jsonl"
+    planned = ["plan", "--out", str(plans), "--workloads", str(workload), "--ranks", "2", "--hardware"]
+    assert plan_bottlenecks.main([*planned, "h200"]) == 0  # plans for GPUs are made without one
+    assert {r["inputs"]["hardware"] for r in read_records(plans)} == {"h200"}
+    plans.unlink()
+    assert plan_bottlenecks.main([*planned, "generic_cpu"]) == 0
+    made = list(read_records(plans))
+    assert [record["planner"] for record in made] == list(plan_bottlenecks.PLANNERS)
+    assert all(record["predicted_ms"] > 0 for record in made)
+    measure = ["measure", "--plans", str(plans), "--out", str(out), "--rounds", "2", "--device", "cpu"]
+    assert plan_bottlenecks.main(measure) == 0
+    assert "in geometric mean" in capsys.readouterr().out
+    records = list(read_records(out))
+    assert len(records) == 2 * 3 and {record["round"] for record in records} == {0, 1}
+    for record in records:
+        alike = record["bucketize_ms"] + record["replicated_ms"]
+        assert record["bottleneck_ms"] == pytest.approx(max(record["rank_ms"].values()) + alike, abs=1e-3)
+        assert len(record["rank_ms"]) == 2 and record["collectives_ms_at_published_bandwidth"] >= 0
+    assert plan_bottlenecks.main(measure) == 0 and len(list(read_records(out))) == 6  # nothing is measured again
+    assert plan_bottlenecks.main(["measure", "--out", str(out)]) == 2
+    assert plan_bottlenecks.main(["summary", "--out", str(tmp_path / "none.jsonl")]) == 2
 
 
 def test_a_kit_is_unpacked_and_a_damaged_one_refused(tmp_path: Path) -> None:
