@@ -217,7 +217,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cost-model", default="auto", help="auto, a shipped name or a path")
     parser.add_argument("--store", type=Path, default=DEFAULT_STORE, help=f"results ({DEFAULT_STORE})")
     parser.add_argument("--summary", action="store_true", help="only report what the store holds")
-    parser.add_argument("--ours", choices=(OURS, *LIMITED), default=OURS, help=f"which of ours to compare ({OURS})")
+    parser.add_argument("--ours", choices=(OURS, *LIMITED), help="which of ours to compare (the first that was run)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures to this file")
     args = parser.parse_args(argv)
     if args.tasks < 1 or args.first < 0 or args.unbatched < 0:
@@ -240,7 +240,10 @@ def main(argv: list[str] | None = None) -> int:
     except (CostModelError, RecordError) as error:
         print(error, file=sys.stderr)
         return 2
-    figures = summarise(records, args.ours)
+    run = {method for methods in records.values() for method in methods}
+    ours = args.ours or next((name for name in (OURS, *LIMITED) if name in run), OURS)
+    print(f"ours is {ours}", file=sys.stderr)
+    figures = summarise(records, ours)
     print_summary(figures, Console(width=None if sys.stdout.isatty() else 170))
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -32,6 +32,7 @@ from torchrec_neuroshard.costs import hardware as costs_hardware
 from torchrec_neuroshard.costs import model as costs_model
 from torchrec_neuroshard.costs.features import shard_features
 from torchrec_neuroshard.costs.hardware import HARDWARE, gpu_preset, hardware_spec
+from torchrec_neuroshard.costs.host_memory import remembered_lookups
 from torchrec_neuroshard.costs.model import CostModelError
 from torchrec_neuroshard.costs.registry import resolve_cost_model
 from torchrec_neuroshard.measure import collect
@@ -43,7 +44,7 @@ from torchrec_neuroshard.measure.gpu_pool import CAPS, estimated_gpu_ms, sample_
 from torchrec_neuroshard.measure.pool import base_tables, is_held_out
 from torchrec_neuroshard.measure.specs import GroupSpec, ShardSpec, spec_id
 from torchrec_neuroshard.measure.store import MeasurementStore, read_records
-from torchrec_neuroshard.measure.tbe import measure_group
+from torchrec_neuroshard.measure.tbe import _fill_cache, measure_group
 from torchrec_neuroshard.measure.timing import RepetitionPolicy
 from torchrec_neuroshard.training import build, calibrate
 from torchrec_neuroshard.training.dataset import spec_works
@@ -440,6 +441,8 @@ def test_plans_say_which_model_made_them(
         ("NVIDIA H200", "h200"),
         ("NVIDIA H100 80GB HBM3", "h100_sxm"),
         ("NVIDIA H100 PCIe", "generic_gpu"),
+        ("NVIDIA H100 NVL", "generic_gpu"),
+        ("NVIDIA GH200 480GB", "generic_gpu"),
         ("NVIDIA A100-SXM4-80GB", "a100_sxm_80gb"),
         ("NVIDIA A100-SXM4-40GB", "a100_sxm_40gb"),
         ("Tesla V100-SXM2-32GB", "v100"),
@@ -449,6 +452,58 @@ def test_plans_say_which_model_made_them(
 def test_gpus_are_known_by_their_names(name: str, preset: str) -> None:
     assert gpu_preset(name) == preset
     assert hardware_spec(costs_hardware._as_name(name), "cuda") == HARDWARE[preset]
+
+
+def test_a_gpu_without_a_preset_finds_the_model_of_its_name(
+    gpu_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    card = json.loads((gpu_folder / "card.json").read_text())
+    card["hardware"] = {"name": "nvidia_l4", "device": "cuda", "gpu": "NVIDIA L4"}
+    (gpu_folder / "card.json").write_text(json.dumps(card))
+    gpu_folder.rename(gpu_folder.parent / "mine")
+    (gpu_folder.parent / "broken").mkdir()
+    (gpu_folder.parent / "broken" / "card.json").write_text("{")
+    monkeypatch.setattr(costs_model, "PRETRAINED", gpu_folder.parent)
+    monkeypatch.setattr("torchrec_neuroshard.costs.registry._warned", set())
+    assert resolve_cost_model("auto", "cuda", "nvidia_l4").provenance == "measured"
+    assert "broken" in caplog.text
+    assert resolve_cost_model("auto", "cuda", "generic_gpu").provenance == "analytic"
+    monkeypatch.setattr("torchrec_neuroshard.costs.registry.machine_name", lambda device: "nvidia_l4")
+    assert resolve_cost_model("auto", "cuda", "generic_gpu").hardware == "nvidia_l4"  # on that machine
+    assert resolve_cost_model("auto", "cuda", "h200").provenance == "analytic"  # nothing to scale by
+
+
+def test_records_that_a_cpu_cannot_run_or_price_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    managed = [r for r in (priced_record(index) for index in range(60)) if r["spec"].get("location")]
+    assert managed
+    file, out = stored(tmp_path / "managed.jsonl", iter(managed)), tmp_path / "out.jsonl"
+    compute = ["measure", "compute", "--device", "cpu", "--minutes", "0.1", "--repeat", str(file), "--out"]
+    assert main([*compute, str(out)]) == 2
+    assert "no group records that a cpu device runs" in capsys.readouterr().err
+    assert main([*compute, str(file)]) == 2
+    assert "holds the records to repeat" in capsys.readouterr().err
+    assert main(["evaluate", "--cost-model", "analytic/generic_cpu", "--records", str(file)]) == 2
+    assert "rows in the host's memory" in capsys.readouterr().err
+    assert main(["measure", "bandwidth", "--device", "cpu", "--repeat", str(file), "--out", str(out)]) == 2
+    assert "goes with `measure compute` only" in capsys.readouterr().err
+    assert main(["measure", "bandwidth", "--device", "cpu", "--mebibytes", "900000000", "--out", str(out)]) == 2
+    assert "--mebibytes 900000000" in capsys.readouterr().err
+
+
+def test_a_cache_is_filled_before_it_is_timed() -> None:
+    spec = GroupSpec(64, (ShardSpec(10_000, 8, 4.0, zipf=0.5),), location="managed_caching", load_factor=0.05)
+    drawn: list[int] = []
+
+    def next_batch() -> Any:
+        drawn.append(1)
+        return synthesize_batch(spec, np.random.default_rng(len(drawn)))
+
+    looked_up: list[int] = []
+    _fill_cache(spec, lambda indices, offsets, weights: looked_up.append(indices.numel()), next_batch)
+    needed = remembered_lookups(spec.shards[0].distribution(), 0.05 * 10_000)
+    assert needed <= sum(looked_up) * 1.1 and len(looked_up) == len(drawn) <= 24
+    _fill_cache(dataclasses.replace(spec, location="device"), lambda *_: looked_up.append(0), next_batch)
+    assert 0 not in looked_up
 
 
 # TorchRec's own formula

@@ -14,22 +14,36 @@ set -u
 usage() { sed -n '2,11p' "$script" >&2; exit 2; }
 script=$(realpath "$0")
 
+fail() { echo "$*" >&2; exit 2; }
+number() { [[ $2 =~ ^[0-9]+(\.[0-9]+)?$ ]] || fail "$1 needs a number, got '$2'"; }
+trap 'echo interrupted >&2; exit 130' INT TERM
+
 [ $# -ge 1 ] && [ "${1#--}" = "$1" ] || usage
-mkdir -p "$1" || exit 1
+mkdir -p "$1" 2>/dev/null && [ -w "$1" ] || fail "$1: not a folder that can be written"
 out=$(realpath "$1"); shift
-device=cuda minutes=6.5 smoke=0.5 mebibytes=1024 total=540
+device=cuda minutes='' smoke=0.5 mebibytes=1024 total=540
 limit=() repeat=()
 while [ $# -gt 0 ]; do
     case $1 in
-        --cpu) device=cpu minutes=0.5 smoke=0.1 mebibytes=32; shift ;;
-        --minutes) minutes=${2:?--minutes needs a number}; shift 2 ;;
-        --limit) limit=(--limit "${2:?--limit needs a number}"); shift 2 ;;
-        --repeat) shift; while [ $# -gt 0 ] && [ "${1#--}" = "$1" ]; do repeat+=("$(realpath "$1")"); shift; done
-                  [ ${#repeat[@]} -gt 0 ] || usage ;;
+        --cpu) device=cpu smoke=0.1 mebibytes=32; shift ;;
+        --minutes) number "$1" "${2:-}"; minutes=$2; shift 2 ;;
+        --limit) number "$1" "${2:-}"; limit=(--limit "$2"); shift 2 ;;
+        --repeat)
+            shift
+            while [ $# -gt 0 ] && [ "${1#--}" = "$1" ]; do
+                [ -f "$1" ] || fail "--repeat $1: there is no such file"
+                repeat+=("$(realpath "$1")"); shift
+            done
+            [ ${#repeat[@]} -gt 0 ] || usage ;;
         *) usage ;;
     esac
 done
-[ -z "${KIT:-}" ] || KIT=$(realpath "$KIT")
+[ -n "$minutes" ] || minutes=$([ $device = cpu ] && echo 0.5 || echo 6.5)
+if [ -n "${KIT:-}" ]; then
+    [ -d "$KIT" ] || fail "KIT $KIT: there is no such folder"
+    KIT=$(realpath "$KIT")
+fi
+case ${PYTHON:-} in */*) PYTHON=$(realpath -s "$PYTHON") ;; esac
 cd "$(dirname "$script")/../.." || exit 1
 
 if [ -z "${PYTHON:-}" ]; then
@@ -51,12 +65,12 @@ status=0 log="$out/run.log"
 step() { # NAME SECONDS COMMAND...: runs a step under a limit and notes how it went
     local name=$1 seconds=$2 begun=$SECONDS code=0
     shift 2
-    { echo "== $name"; timeout --kill-after=20 "$seconds" "$@"; } >>"$log" 2>&1 || code=$?
+    { echo "== $name"; timeout --foreground --kill-after=20 "$seconds" "$@"; } >>"$log" 2>&1 || code=$?
     echo "step $name: exit $code after $((SECONDS - begun)) s" | tee -a "$log"
     [ $code -eq 0 ] || { status=1; tail -n 6 "$log" >&2; }
 }
 
-{ date -u; uname -a; nvidia-smi; "$PYTHON" -m pip list; } >"$log" 2>&1
+{ date -u; uname -a; nvidia-smi; "$PYTHON" -m pip list; } >>"$log" 2>&1
 records="$out/records.jsonl"
 measure=("$PYTHON" -m torchrec_neuroshard measure)
 step load_test 120 "$PYTHON" -m benchmarks.gpu.load_test --device "$device" --out "$out/load_test.jsonl"

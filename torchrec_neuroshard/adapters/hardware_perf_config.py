@@ -60,10 +60,13 @@ def _config(name: str, fitted: Mapping[str, Any], device: str) -> HardwarePerfCo
     config.name = name
     config._coefficients = PerfCoefficientConfig(
         table_wise=of("table_wise"),
+        data_parallel=of("row_wise"),
         column_wise=of("table_wise"),
         row_wise=of("row_wise"),
         table_row_wise=of("row_wise"),
     )
     # By kernel: the config's own hbm_mem_bw is not asked, only the topology's, which the coefficients do not go with.
-    config.kernel_device_bandwidths = {(device, FUSED): float(fitted["mem_bw_bytes_per_ms"])}
+    bandwidth = float(fitted["mem_bw_bytes_per_ms"])
+    # TorchRec's own planner takes half of it for the dense kernel.
+    config.kernel_device_bandwidths = {(device, FUSED): bandwidth, (device, "dense"): bandwidth / 2}
     return config

@@ -92,6 +92,8 @@ def _say_how_good_it_is(model: CostModel) -> None:
     before = accuracy.get("groups_held_out_tables_before_tuning")
     gain = f"; {100 * before['total']['median_ape']:.1f} % with only the prior refitted" if before is not None else ""
     print(f"median error on {after['records']} held-out groups: {100 * after['total']['median_ape']:.1f} %{gain}")
+    if before is not None and after["total"]["median_ape"] > before["total"]["median_ape"]:
+        say("tuning made it worse by these groups; measure for longer before you use it")
     if after["records"] < _FEW_TO_JUDGE_BY:
         say("so few held-out groups tell little; run again with a longer --minutes, which keeps what was measured")
 

@@ -27,7 +27,11 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         _check_plot(options.plot)
     model = _load_model(options.cost_model)
-    report = AccuracyReport.of(model, _load_records(options, model))
+    records = _load_records(options, model)
+    try:
+        report = AccuracyReport.of(model, records)
+    except RecordError as error:
+        raise CliError(f"--records: {error}") from error
     for warning in report.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if options.plot is not None:

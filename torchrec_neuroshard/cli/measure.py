@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 def run(options: argparse.Namespace) -> int:
     """Measures as the options say; returns 0."""
     device = device_of(options)
+    for name in ("--held-out", "--active", "--repeat"):
+        if options.what != "compute" and _given(options, name):
+            raise CliError(f"{name} says which groups to measure; it goes with `measure compute` only")
     return {"compute": _compute, "collectives": _collectives, "bandwidth": _bandwidth}[options.what](options, device)
 
 
@@ -74,6 +77,8 @@ def _bandwidth(options: argparse.Namespace, device: str) -> int:
     try:
         with MeasurementStore(options.out) as store:
             found = collect_bandwidths(store, torch.device(device), options.mebibytes)
+    except RuntimeError as error:  # torch's way to say that memory is short
+        raise CliError(f"--mebibytes {options.mebibytes}: {str(error).splitlines()[0]}") from error
     except OSError as error:
         raise CliError(f"--out {options.out}: cannot be written ({error.strerror})") from error
     except RecordError as error:
@@ -92,7 +97,9 @@ def _groups(options: argparse.Namespace, device: str) -> Iterator[Sampled]:
     if len(chosen) > 1:
         raise CliError(f"{' and '.join(chosen)} exclude each other: each says which groups to measure")
     if options.repeat:
-        return repeated_groups(_records_to_repeat(options.repeat))
+        if options.out.resolve() in [path.resolve() for path in options.repeat]:
+            raise CliError(f"--out {options.out} holds the records to repeat; give another file for the new ones")
+        return repeated_groups(_records_to_repeat(options.repeat, device))
     if options.held_out:
         return (group for group in sampled_groups(options.seed, device) if is_held_out(group.spec))
     if options.active is None:
@@ -109,13 +116,13 @@ def _given(options: argparse.Namespace, name: str) -> bool:
     return bool(getattr(options, name.removeprefix("--").replace("-", "_")))
 
 
-def _records_to_repeat(files: list[Path]) -> list[dict[str, Any]]:
-    """Group records of some files.
+def _records_to_repeat(files: list[Path], device: str) -> list[dict[str, Any]]:
+    """Group records of some files, but for those that a CPU cannot run.
 
     Raises:
-        CliError: a file cannot be read, or holds no group.
+        CliError: a file cannot be read, or holds no group that this device runs.
     """
-    from torchrec_neuroshard.training.dataset import records_of_kind
+    from torchrec_neuroshard.training.dataset import in_host_memory, records_of_kind
 
     try:
         records = records_of_kind("group", files)
@@ -123,9 +130,12 @@ def _records_to_repeat(files: list[Path]) -> list[dict[str, Any]]:
         raise CliError(f"--repeat: {error}") from error
     except OSError as error:
         raise CliError(f"--repeat {error.filename}: cannot be read ({error.strerror})") from error
-    if not records:
-        raise CliError(f"--repeat {', '.join(map(str, files))}: there are no group records")
-    return records
+    kept = [record for record in records if device == "cuda" or not in_host_memory(record)]
+    if not kept:
+        raise CliError(f"--repeat {', '.join(map(str, files))}: there are no group records that a {device} device runs")
+    if len(kept) < len(records):
+        print(f"{len(records) - len(kept)} groups in managed memory are left out: only a GPU has any", file=sys.stderr)
+    return kept
 
 
 def model_with_ensemble(name: str, option: str) -> CostModel:

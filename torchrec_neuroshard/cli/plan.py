@@ -36,7 +36,7 @@ from torchrec_neuroshard.adapters.torchrec_costs import torchrec_objective
 from torchrec_neuroshard.cli.errors import CliError
 from torchrec_neuroshard.cli.plan_output import PlanOutput, print_tables
 from torchrec_neuroshard.costs.additive_simulator import Objective, simulate
-from torchrec_neuroshard.costs.hardware import HARDWARE, detect_hardware, hardware_spec
+from torchrec_neuroshard.costs.hardware import HARDWARE, detect_hardware, gpu_preset, hardware_spec
 from torchrec_neuroshard.costs.model import CostModel, CostModelError, shipped_models
 from torchrec_neuroshard.costs.registry import resolve_cost_model
 from torchrec_neuroshard.planner import NeuroShardPlanner
@@ -106,6 +106,8 @@ def read_request(options: argparse.Namespace) -> Request:
     elif world_size % local:
         raise CliError(f"--local-world-size {local} must divide --world-size {world_size}: hosts are alike")
     hardware = options.hardware or detect_hardware(options.device)
+    if hardware not in HARDWARE and hardware not in shipped_models() and HARDWARE[gpu_preset(hardware)].has_data_sheet:
+        hardware = gpu_preset(hardware)  # a GPU's name as records have it, such as nvidia_h200
     if hardware not in HARDWARE and hardware not in shipped_models():
         known = ", ".join(sorted({*HARDWARE, *shipped_models()}))
         raise CliError(f"--hardware {hardware!r} is unknown; known are: {known}")

@@ -117,8 +117,10 @@ _UNKNOWN_LINKS = "a guess: links of an unknown machine"
 _PCIE_5, _PCIE_4, _PCIE_3 = (35.2, 52.8), (25.1, 25.0), (12.0, 12.0)  # GB/s read from and written to host memory
 
 HARDWARE: dict[str, HardwareSpec] = {
-    "h200": HardwareSpec("cuda", 141, 4800, 0.02, 0.01, 335, 48, r"h200", _NVIDIA, _NVLINK_4, *_PCIE_5),
-    "h100_sxm": HardwareSpec("cuda", 80, 3350, 0.02, 0.01, 335, 48, r"h100(?!.*pcie)", _NVIDIA, _NVLINK_4, *_PCIE_5),
+    "h200": HardwareSpec("cuda", 141, 4800, 0.02, 0.01, 335, 48, r"(?<!g)h200", _NVIDIA, _NVLINK_4, *_PCIE_5),
+    "h100_sxm": HardwareSpec(
+        "cuda", 80, 3350, 0.02, 0.01, 335, 48, r"(?<!g)h100(?!.*pcie|.*nvl)", _NVIDIA, _NVLINK_4, *_PCIE_5
+    ),
     "a100_sxm_80gb": HardwareSpec("cuda", 80, 2039, 0.025, 0.015, 200, 24, r"a100.*80", _NVIDIA, _NVLINK_3, *_PCIE_4),
     "a100_sxm_40gb": HardwareSpec("cuda", 40, 1555, 0.025, 0.015, 200, 24, r"a100", _NVIDIA, _NVLINK_3, *_PCIE_4),
     "v100": HardwareSpec("cuda", 32, 900, 0.03, 0.03, 120, 12, r"v100", _NVIDIA, _NVLINK_2, *_PCIE_3),

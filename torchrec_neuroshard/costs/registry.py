@@ -8,7 +8,7 @@ import os
 from dataclasses import replace
 from typing import Sequence
 
-from torchrec_neuroshard.costs.hardware import HARDWARE, gpu_preset, machine_name
+from torchrec_neuroshard.costs.hardware import HARDWARE, detect_hardware, gpu_preset, machine_name
 from torchrec_neuroshard.costs.model import CostModel, CostModelError, shipped_models
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,11 @@ def resolve_cost_model(spec: str | os.PathLike[str] | CostModel, device: str, ha
                     f"predicted from data-sheet constants. {_remedy(device)}",
                 )
             return model
-    nearest = _nearest_gpu(names, hardware) if device == "cuda" else None
+    gpus = _shipped_gpus(names) if device == "cuda" else []
+    own = next((model for model in gpus if _is_of(model, hardware)), None)
+    if own is not None:
+        return own
+    nearest = _nearest(gpus, hardware)
     if nearest is not None:
         scaled = nearest.scaled_to(hardware)
         _warn_once(
@@ -79,18 +83,41 @@ def resolve_cost_model(spec: str | os.PathLike[str] | CostModel, device: str, ha
     return CostModel.analytic(hardware)
 
 
-def _nearest_gpu(names: Sequence[str], hardware: str) -> CostModel | None:
-    """The shipped model of the GPU whose memory bandwidth is nearest; None without one or without data sheets."""
+def _shipped_gpus(names: Sequence[str]) -> list[CostModel]:
+    """The shipped models of GPUs; one that cannot be loaded is told and left out."""
+    models = []
+    for name in names:
+        try:
+            model = CostModel.load(name)
+        except CostModelError as error:
+            _warn_once(f"broken {name}", f"Cost model {name} is left out: {error}")
+            continue
+        if model.card["hardware"].get("gpu"):
+            models.append(model)
+    return models
+
+
+def _is_of(model: CostModel, hardware: str) -> bool:
+    """Whether a model was measured on this GPU: by its own name, by its preset, or by that of this machine's GPU."""
+    preset = gpu_preset(str(model.card["hardware"]["gpu"]))
+    return (
+        hardware == model.hardware
+        or (hardware == preset and HARDWARE[preset].has_data_sheet)
+        or (hardware == detect_hardware("cuda") and model.hardware == machine_name("cuda"))
+    )
+
+
+def _nearest(gpus: Sequence[CostModel], hardware: str) -> CostModel | None:
+    """The model of the GPU whose memory bandwidth is nearest; None without one or without data sheets."""
     target = HARDWARE.get(hardware)
     if target is None or not target.has_data_sheet:
         return None
-    found: list[tuple[float, str, CostModel]] = []
-    for name in names:
-        model = CostModel.load(name)
-        source = HARDWARE[gpu_preset(str(model.card["hardware"].get("gpu", "")))]
+    found = []
+    for number, model in enumerate(gpus):
+        source = HARDWARE[gpu_preset(str(model.card["hardware"]["gpu"]))]
         if source.has_data_sheet:
-            found.append((abs(math.log(source.memory_gbps / target.memory_gbps)), name, model))
-    return min(found)[2] if found else None
+            found.append((abs(math.log(source.memory_gbps / target.memory_gbps)), number))
+    return gpus[min(found)[1]] if found else None
 
 
 def _warn_once(key: str, message: str) -> None:

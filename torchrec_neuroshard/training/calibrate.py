@@ -35,7 +35,7 @@ def calibration_config(records: int, nets: int, seed: int = 0) -> TrainingConfig
 
 
 def nearest_model(records: Sequence[dict[str, Any]], device: str) -> CostModel:
-    """The shipped model of a kind of device that fits some records best once its prior is refitted to them.
+    """The shipped model of the records' machine, else that of the device which fits them best, its prior refitted.
 
     Args:
         records: group records of the machine to calibrate for.
@@ -53,6 +53,10 @@ def nearest_model(records: Sequence[dict[str, Any]], device: str) -> CostModel:
     }
     if not fitting:
         raise CostModelError(f"no cost model of a {device} device is shipped; `pretrain` one, or give --base")
+    machine = str(records[0]["hardware"]["name"]) if records else ""
+    own = next((model for model in fitting.values() if model.hardware == machine), None)
+    if own is not None:  # few records may be fitted better by chance
+        return own
     ensembles = {name: model.ensemble for name, model in fitting.items() if model.ensemble is not None}
     return fitting[nearest_groups(ensembles, data)]
 

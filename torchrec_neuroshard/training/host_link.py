@@ -18,6 +18,7 @@ from torchrec_neuroshard.costs.hardware import HardwareSpec, hardware_spec
 from torchrec_neuroshard.costs.host_memory import HostTraffic, host_traffic
 from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.measure.specs import GroupSpec
+from torchrec_neuroshard.measure.store import RecordError
 from torchrec_neuroshard.training.dataset import group_data, in_host_memory, spec_works
 from torchrec_neuroshard.training.evaluate import predict_groups
 
@@ -51,7 +52,7 @@ class HostLink:
 
 
 def fit_host_link(records: Records, groups: GroupCosts, preset: HardwareSpec) -> HostLink | None:
-    """Fits the two rates by least absolute errors of the logarithm; None with too few records.
+    """Fits the two rates by least absolute errors of the logarithm; None with too few records or impossible rates.
 
     Args:
         records: of groups whose rows lie in the host's memory.
@@ -75,7 +76,9 @@ def fit_host_link(records: Records, groups: GroupCosts, preset: HardwareSpec) ->
         return float(np.abs(np.log(predicted(rates) / data.measured_ms)).mean())
 
     start = np.asarray([preset.host_read_gbps, preset.host_write_gbps])
-    found = np.clip(np.exp(minimize(misfit, np.log(start), method="Nelder-Mead").x), *_RATES_GBPS)
+    found = np.exp(minimize(misfit, np.log(start), method="Nelder-Mead").x)
+    if (found <= _RATES_GBPS[0]).any() or (found >= _RATES_GBPS[1]).any():
+        return None  # no host link is like that: the groups tell nothing of it
 
     def median_ape(rates: NDArray[np.float64]) -> float:
         totals = predicted(rates).sum(axis=1) / data.measured_ms.sum(axis=1)
@@ -90,6 +93,11 @@ def host_memory_times(model: CostModel, records: Records) -> NDArray[np.float64]
     spec = model.as_measured(hardware_spec(model.hardware, "cuda"))
     for row, record in zip(result, records):
         if in_host_memory(record):
+            if spec.host_read_gbps <= 0:
+                raise RecordError(
+                    f"record {record['id']!r} has its rows in the host's memory, of which cost model {model.name} of a "
+                    "CPU says nothing; evaluate a GPU's model on it"
+                )
             row[:] = _traffic(record).milliseconds(spec)
     return result
 

@@ -27,7 +27,7 @@ def check_record(path: str | os.PathLike[str], record: Record) -> None:
     try:
         if not isinstance(record["id"], str):
             raise ValueError("id must be a text")
-        if not isinstance(record["hardware"]["name"], str):
+        if not isinstance(record["hardware"], dict) or not isinstance(record["hardware"]["name"], str):
             raise ValueError("hardware.name must be a text")
         if not isinstance(record.get("device", "cpu"), str) or not isinstance(record.get("versions", {}), dict):
             raise ValueError("device must be a text and versions an object")
@@ -91,7 +91,7 @@ def _check_number(name: str, value: float) -> None:
 
 def _check_positive(name: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be a positive number of ms, got {value!r}")
+        raise ValueError(f"{name} must be a positive number, got {value!r}")
 
 
 _CHECKS: dict[str, Callable[[Record], None]] = {
