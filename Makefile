@@ -6,7 +6,7 @@ VENV_PYTHON := .venv/bin/python
 
 # Tests of the chain from measurement to weights, whose coverage `make coverage` holds to 95 %.
 PIPELINE_TESTS := $(addprefix tests/test_,access.py additive_search.py bucketize.py calibration.py collective_model.py \
-	collectives.py costs.py evaluate.py gpu_pipeline.py host_memory.py hosts.py measure.py offloading.py plan_groups.py \
+	collectives.py costs.py evaluate.py gpu_models.py gpu_pipeline.py host_memory.py hosts.py measure.py offloading.py plan_groups.py \
 	plan_uncertainty.py pretraining.py row_wise.py search.py spread.py store.py training.py two_hosts.py)
 
 .PHONY: setup demo test test-slow test-versions coverage lint clean
