@@ -252,8 +252,9 @@ def main() -> int:
     dense_parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     optimizer = KeyedOptimizerWrapper(dense_parameters, lambda params: torch.optim.SGD(params, lr=LEARNING_RATE))
 
-    # 5. Train. The pipeline runs up to two batches ahead of the step.
-    step_ms, losses = train(model, optimizer, cycle(batches, args.steps + 2), args, device)
+    # 5. Train. The pipeline runs up to two batches ahead of the step; that there are no more batches than steps leaves
+    # no collective of a batch under way when the ranks part.
+    step_ms, losses = train(model, optimizer, cycle(batches, args.steps), args, device)
 
     # 6. Report.
     if rank == 0:
@@ -277,6 +278,7 @@ def main() -> int:
         print(f"median step: {result['step_ms']:.1f} ms; loss {losses[0]:.4f} -> {losses[-1]:.4f}")
         if args.json:
             args.json.write_text(json.dumps(result, indent=1) + "\n")
+    dist.barrier()  # a rank that leaves early cuts off those that still wait for it
     dist.destroy_process_group()
     return 0
 
