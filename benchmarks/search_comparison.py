@@ -87,9 +87,10 @@ def search(method: str, problem: ShardingProblem, model: CostModel, seed: int) -
     """
     if method == OURS:
         try:
-            return find_placement(problem, model, SearchConfig()).placement, {}
+            result = find_placement(problem, model, SearchConfig())
         except InfeasibleError:
             return None, {}
+        return result.placement, {"progress": [[step["seconds"], step["predicted_ms"]] for step in result.log]}
     if method in LIMITED:
         return _limited(problem, model, LIMITED[method])
     if method in (PAPER, PAPER_OUR_OBJECTIVE, UNBATCHED):

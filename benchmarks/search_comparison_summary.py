@@ -1,8 +1,13 @@
-"""Figures of :mod:`benchmarks.search_comparison`: who finds the cheaper plan, how much cheaper, and how fast."""
+"""Figures of :mod:`benchmarks.search_comparison`: who finds the cheaper plan, how much cheaper, and how fast.
+
+References:
+    [Aiex2007ttt] R. Aiex, M. Resende, C. Ribeiro. TTT plots: a perl program to create time-to-target plots.
+        Optimization Letters 1, 2007.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Mapping
+from typing import Any, Iterable, Mapping, Sequence
 
 import numpy as np
 from rich.console import Console
@@ -78,7 +83,8 @@ def comparison(ours: Mapping[int, Record], theirs: Mapping[int, Record]) -> dict
         "tasks"; "only_ours" and "only_theirs" (tasks with a plan from one alone), "neither"; "speedup" (median of their
         over our processor seconds); and for each of :data:`COSTS`: "lower", "equal" and "higher" tasks of ours among
         those that both have a plan for, "quantiles" (:data:`QUANTILES`) and "geometric_mean" of our cost over theirs,
-        and "worst" ({task: ratio} where ours is higher).
+        and "worst" ({task: ratio} where ours is higher). With ours' progress on record, also "to_their_plan", see
+        :func:`time_to_their_plan`.
     """
     tasks = sorted(ours.keys() & theirs.keys())
     mine = [ours[task]["feasible"] for task in tasks]
@@ -106,7 +112,30 @@ def comparison(ours: Mapping[int, Record], theirs: Mapping[int, Record]) -> dict
             "geometric_mean": round(float(np.exp(np.log(values).mean())), 4) if both else None,
             "worst": dict(sorted(higher.items(), key=lambda item: -item[1])),
         }
+    if any("progress" in ours[task] for task in both):
+        result["to_their_plan"] = time_to_their_plan(ours, theirs, both)
     return result
+
+
+def time_to_their_plan(
+    ours: Mapping[int, Record], theirs: Mapping[int, Record], tasks: Sequence[int]
+) -> dict[str, Any]:
+    """How much sooner ours has a plan as cheap as the other method's last one [Aiex2007ttt].
+
+    Returns:
+        "quantiles" (:data:`QUANTILES`) over tasks of their wall time over ours until then, 0 where ours never has one;
+        "ten_times" and "hundred_times": tasks in which it is at least as much.
+    """
+    ratios = []
+    for task in tasks:
+        goal = theirs[task]["total_ms"] * (1 + _EQUAL)
+        reached = [seconds for seconds, ms in ours[task].get("progress", ()) if ms <= goal]
+        ratios.append(theirs[task]["wall_seconds"] / min(reached) if reached else 0.0)
+    return {
+        "quantiles": [float(f"{q:.4g}") for q in np.quantile(ratios, QUANTILES)],
+        "ten_times": sum(ratio >= 10 for ratio in ratios),
+        "hundred_times": sum(ratio >= 100 for ratio in ratios),
+    }
 
 
 def print_summary(figures: Mapping[str, Any], console: Console) -> None:
@@ -120,6 +149,14 @@ def print_summary(figures: Mapping[str, Any], console: Console) -> None:
             for missed, said in (("only_theirs", "ours has no plan"), ("only_ours", "no plan")):
                 if found[missed] and method.startswith("paper"):
                     console.print(f"{method}, {said}: tasks {', '.join(map(str, found[missed]))}", markup=False)
+            if "to_their_plan" in found:
+                sooner = found["to_their_plan"]
+                ratios = " ".join(f"{ratio:.3g}" for ratio in sooner["quantiles"])
+                console.print(
+                    f"{method}: their time over ours until ours has a plan as cheap, min, quartiles, max: {ratios}; "
+                    f"at least 10 in {sooner['ten_times']} tasks, 100 in {sooner['hundred_times']}",
+                    markup=False,
+                )
             worse = found["total_ms"]["worst"]
             if worse:
                 tasks = ", ".join(f"{task} ({ratio})" for task, ratio in worse.items())

@@ -343,6 +343,16 @@ def test_comparison_counts_and_ratios() -> None:
         assert of["worst"] == {2: 1.25}
 
 
+def test_time_until_ours_has_a_plan_as_cheap() -> None:
+    progress = [[0.01, 12.0], [0.1, 10.0], [0.5, 7.0]]
+    ours = {task: {**record("a", task, 7.0), "progress": progress} for task in range(4)}
+    theirs = {task: record("b", task, ms, 2.0) for task, ms in enumerate((12.0, 10.0, 9.0, 6.0))}
+    # Reached after 0.01, 0.1 and 0.5 s, and never.
+    found = comparison(ours, theirs)["to_their_plan"]
+    assert found["quantiles"] == [0.0, 3.0, 12.0, 65.0, 200.0]
+    assert (found["ten_times"], found["hundred_times"]) == (2, 1)
+
+
 def test_the_comparison_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

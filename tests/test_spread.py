@@ -32,6 +32,7 @@ from torchrec_neuroshard.problem import (
 )
 from torchrec_neuroshard.search import SearchConfig, find_placement
 from torchrec_neuroshard.search.lower_bound import lower_bound_ms
+from torchrec_neuroshard.search.spread import _Trials
 
 
 class SpreadMemory(WeightMemory):
@@ -176,6 +177,27 @@ def test_additive_costs_of_spread_tables_count_on_every_rank() -> None:
     assert found.cost.total_ms == 40.0 + 4.0  # four parts of the row-wise table, and half of the eight others
     with pytest.raises(ValueError, match="no bound is known"):
         lower_bound_ms(simulate(problem, objective))
+
+
+def test_trials_that_cannot_gain_are_left_out_without_changing_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = hot_problem()
+
+    class Costs:
+        def __call__(self, shards: list[tuple[int, int]]) -> np.ndarray:
+            return np.asarray([[9.0 if table == 8 else 1.0 + table / 8, 0.0, 0.0, 0.0] for table, _ in shards])
+
+        def spread(self, table: int, spread: Spread) -> np.ndarray:
+            return np.full((4, 4), (2.5 if table == 8 else 0.7) / 4)
+
+    objective, placed = AdditiveObjective("given", Costs()), []
+    place = _Trials._place
+    monkeypatch.setattr(_Trials, "_place", lambda self, kinds: placed.append(kinds) or place(self, kinds))
+    found = find_placement(problem, objective)
+    pruned = len(placed)
+    monkeypatch.setattr(_Trials, "_hopeless", lambda *_: False)
+    assert find_placement(problem, objective).placement == found.placement
+    assert found.placement.sharding_types[-1] == ROW_WISE
+    assert 0 < pruned < len(placed) - pruned
 
 
 @pytest.mark.parametrize("seconds", [None, 0.001])

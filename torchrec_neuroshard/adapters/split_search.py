@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from torchrec_neuroshard.adapters.module_tables import ShardableTable
 from torchrec_neuroshard.adapters.storage import ShardStorage
-from torchrec_neuroshard.costs.additive_simulator import Objective, simulate
+from torchrec_neuroshard.costs.additive_simulator import Objective
 from torchrec_neuroshard.problem import Cluster, InfeasibleError, ShardingProblem
 from torchrec_neuroshard.search import SearchConfig, SearchResult, find_placement
 from torchrec_neuroshard.search.refine import refine
@@ -96,7 +96,8 @@ class SplitSearch:
             if left < limit:
                 return
             limit = min(limit, left)
-        simulator = simulate(narrower, self.objective).of(result.placement)
+        assert result.simulator is not None  # it was searched for
+        simulator = result.simulator.with_options(narrower.options).of(result.placement)
         placement = refine(simulator, result.placement, lambda: perf_counter() - begun > limit)
         gain = 1.0 - simulator.cost(placement).total_ms / result.cost.total_ms
         if gain >= _WORTH_SAYING:

@@ -22,7 +22,7 @@ from torchrec_neuroshard.costs.hardware import hardware_spec
 from torchrec_neuroshard.costs.model import CostModel
 from torchrec_neuroshard.costs.offloading import EXTRAS, HostMemory
 from torchrec_neuroshard.costs.spread import Background, SpreadPart
-from torchrec_neuroshard.problem import FUSED, Pipeline, Placement, ShardingProblem, Spread, Table
+from torchrec_neuroshard.problem import FUSED, Pipeline, Placement, ShardingProblem, Spread, Table, TableOptions
 
 _ID_BYTES = 8  # KJT values travel as int64
 _FLOATS_PER_ID = _ID_BYTES / 4
@@ -159,6 +159,17 @@ class PlanSimulator:
         other = copy.copy(self)
         other._kinds, other._background = dict(self._kinds), None
         other.problem = self.problem.spread_as(spread)
+        return other
+
+    def with_options(self, options: tuple[TableOptions, ...]) -> PlanSimulator:
+        """A simulator of the same tables that may be cut otherwise; what is known of kinds goes with it.
+
+        Args:
+            options: [tables] as ``ShardingProblem`` has them.
+        """
+        other = copy.copy(self)
+        other._kinds, other._background = dict(self._kinds), None
+        other.problem = replace(self.problem, options=options)
         return other
 
     @property

@@ -9,7 +9,7 @@ many of the costliest tables to cut by rows and of the smallest to replicate, th
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Callable, Iterator, NoReturn
+from typing import Callable, Iterator, NoReturn, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,7 +207,7 @@ class _Trials:
 
     def _better(self, best: Kinds, best_ms: float, kinds: Kinds) -> tuple[Kinds, float]:
         """The given choice, or the new one where it is better."""
-        if self._left <= 0 or self._out_of_time():
+        if self._left <= 0 or self._out_of_time() or self._hopeless(kinds, best_ms):
             return best, best_ms
         ms = self._ms(kinds)
         return (kinds, ms) if ms < best_ms * (1 - _WORTHWHILE) else (best, best_ms)
@@ -218,6 +218,19 @@ class _Trials:
             self._left -= 1
             self._tried[kinds] = self._place(kinds)
         return self._tried[kinds]
+
+    def _hopeless(self, kinds: Kinds, best_ms: float) -> bool:
+        """Whether, under costs that add up, even perfectly balanced ranks would take too long: no trial is needed.
+
+        Cuts are taken to make a table no cheaper in all, as for TorchRec's estimates.
+        """
+        if not self._simulator.additive or kinds in self._tried:
+            return False
+        simulator = self._simulator.spread_as(self.settled(kinds))
+        load = simulator.group_ms(simulator.background.sums).sum(axis=(1, 2))  # [ranks] of what is spread
+        others = sum(self._alone(simulator.problem.placed_tables).values())
+        least = max(float(load.max()), (float(load.sum()) + others) / len(load))
+        return least >= best_ms * (1 - _WORTHWHILE)
 
     def _place(self, kinds: Kinds) -> float:
         simulator = self._simulator.spread_as(self.settled(kinds))
@@ -268,7 +281,7 @@ class _Trials:
         for place in range(max(map(len, lists))):
             yield from (candidates[place] for candidates in lists if place < len(candidates))
 
-    def _alone(self, tables: list[int]) -> dict[int, float]:
+    def _alone(self, tables: Sequence[int]) -> dict[int, float]:
         """What each table costs whole and alone."""
         shards = [(t, self._problem.tables[t].embedding_dim) for t in tables]
         return dict(zip(tables, self._simulator.alone(shards).sum(axis=1).tolist()))
