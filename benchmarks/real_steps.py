@@ -6,6 +6,7 @@ As a program it is one rank, started by torchrun through :func:`real_steps`.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -166,6 +167,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         args.out.write_text(json.dumps(statistics.median(step_ms[WARMUP:-DRAINING])))
     dist.barrier()
+    del model, module, optimizer, dense  # gloo's threads end with the last that holds the group: before Python does
+    gc.collect()
     dist.destroy_process_group()
 
 

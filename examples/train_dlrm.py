@@ -7,6 +7,7 @@ torchrun --nproc_per_node 2 -m examples.train_dlrm --planner torchrec
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -278,7 +279,11 @@ def main() -> int:
         print(f"median step: {result['step_ms']:.1f} ms; loss {losses[0]:.4f} -> {losses[-1]:.4f}")
         if args.json:
             args.json.write_text(json.dumps(result, indent=1) + "\n")
-    dist.barrier()  # a rank that leaves early cuts off those that still wait for it
+    # 7. Part. A rank that leaves early cuts off those that still wait for it; and the group's threads end with the last
+    # object that holds it, which must be before Python ends.
+    dist.barrier()
+    del model, optimizer, dense_parameters
+    gc.collect()
     dist.destroy_process_group()
     return 0
 
