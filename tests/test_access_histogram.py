@@ -46,6 +46,23 @@ def test_shares_of_lookups_lead_back(rows: int, lookups: int, one: float, other:
     assert_near(estimate, truth, lookups, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("rows", "lookups", "one", "other", "share"),
+    [
+        (360_300, 7_731, 0.0, 1.390625, 0.75),  # the fit used to stop after one short step
+        (2_880_754, 244_774, 0.0, 1.3745, 0.467),  # ... or to creep
+        (53, 239_864, 0.0, 0.303, 0.946),  # all rows in one bin: none is missed
+        (87, 25_762, 0.0, 0.242, 0.966),
+    ],
+)
+def test_hard_mixtures_are_found(rows: int, lookups: int, one: float, other: float, share: float) -> None:
+    truth = mixture(rows, one, other, share)
+    estimate = AccessDistribution.from_reuse_histogram(
+        truth.reuse_histogram(lookups, "lookups"), rows, lookups, "lookups"
+    )
+    assert_near(estimate, truth, lookups, rel=0.01)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(50, 10**8), st.integers(100, 200_000), st.floats(0.0, 1.1), st.floats(0.0, 1.1), st.floats(0.0, 1.0))
 def test_shares_of_rows_lead_back(rows: int, lookups: int, one: float, other: float, share: float) -> None:

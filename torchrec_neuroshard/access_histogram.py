@@ -13,6 +13,7 @@ and those of facebookresearch/dlrm_datasets (locality_stats.txt), which publishe
 References:
     [Efron1976unseen] B. Efron, R. Thisted. Estimating the number of unseen species: how many words did Shakespeare
         know? Biometrika 63(3), 1976.
+    [Madsen2004lsq] K. Madsen, H. B. Nielsen, O. Tingleff. Methods for non-linear least squares problems. DTU, 2004.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _CURVATURE = 0.03  # weight of the second differences of the log-density
 _RIDGE = 1e-4  # weight of the log-density's distance from the start, where nothing else determines it
 _PREPARATIONS = 100  # steps of expectation maximisation
 _STEPS = 120  # of Levenberg-Marquardt
+_PATIENCE = 3  # of them in a row that gain little: after one alone, damping may only have been too strong
 _SUM_TOLERANCE = 0.02  # published shares have three digits
 
 
@@ -102,11 +104,15 @@ def _checked(
 
 
 def _popularities(rows: int, lookups: float) -> NDArray[np.float64]:
-    """[points] grid of a row's expected hits, from hardly any to all lookups."""
-    coldest, hottest = np.log2(_COLDEST * min(1.0, lookups / rows)), np.log2(lookups)
-    points = int(np.ceil((hottest - coldest) * _POINTS_PER_OCTAVE)) + 1
-    grid: NDArray[np.float64] = np.exp2(np.linspace(coldest, hottest, points))
-    return grid
+    """[points] grid of a row's expected hits, from hardly any to all lookups; one point is the mean over the rows.
+
+    Without that point, rows that are all alike would start as rows of the next two points, and it is a long way back.
+    """
+    mean = lookups / rows
+    coldest, middle, hottest = np.log2(_COLDEST * min(1.0, mean)), np.log2(mean), np.log2(lookups)
+    below, above = (int(np.ceil(octaves * _POINTS_PER_OCTAVE)) for octaves in (middle - coldest, hottest - middle))
+    grid = [np.linspace(coldest, middle, below + 1), np.linspace(middle, hottest, above + 1)[1:]]
+    return np.asarray(np.exp2(np.concatenate(grid)))
 
 
 def _hits_of_bins(lookups: float) -> NDArray[np.float64]:
@@ -114,8 +120,10 @@ def _hits_of_bins(lookups: float) -> NDArray[np.float64]:
     return np.minimum(np.maximum(1.4 * _EDGES, _EDGES + 1.0), lookups)
 
 
-def _rows_of_bins(shares: NDArray[np.float64], rows: int, lookups: float, share_of: str) -> NDArray[np.float64]:
-    """[17] about how many rows each bin holds.
+def _rows_of_bins(
+    shares: NDArray[np.float64], rows: int, lookups: float, share_of: str
+) -> tuple[NDArray[np.float64], bool]:
+    """[17] about how many rows each bin holds, and whether those are all of the table's.
 
     Where hardly a row is hit 4 times or less, none is likely to be missed: then they are all of the table's, if the
     histogram admits as many.
@@ -126,8 +134,9 @@ def _rows_of_bins(shares: NDArray[np.float64], rows: int, lookups: float, share_
     else:
         found, most = lookups * shares / hits, lookups * float((shares / fewest).sum())
     seen = float(found.sum())
-    every_row = found[:3].sum() < 1e-3 * seen and rows <= most
-    return np.asarray(found * (rows * (1.0 - 1e-6) / seen if every_row else min(1.0, rows * (1.0 - 1e-6) / seen)))
+    every_row = bool(found[:3].sum() < 1e-3 * seen) and rows <= most
+    fitting = rows * (1.0 - 1e-6) / seen
+    return np.asarray(found * (fitting if every_row else min(1.0, fitting))), every_row
 
 
 def _start(
@@ -138,7 +147,7 @@ def _start(
     Rows hit often start where they were seen, the others on the power law with as many distinct rows. Expectation
     maximisation then brings both closer to the histogram: it would take long to arrive, but is never lost on the way.
     """
-    found = _rows_of_bins(shares, rows, lookups, share_of)
+    found, _ = _rows_of_bins(shares, rows, lookups, share_of)
     low, high = 0.0, 4.0
     for _ in range(14):
         middle = (low + high) / 2
@@ -180,13 +189,14 @@ def _never(probability: NDArray[np.float64], lookups: float) -> NDArray[np.float
 def _equations(
     shares: NDArray[np.float64], rates: NDArray[np.float64], rows: int, lookups: float, share_of: str
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """What ``rows of a popularity @ terms`` should be: terms [points, 19] and values [19], in standard deviations.
+    """What ``rows of a popularity @ terms`` should be: terms [points, 20] and values [20], in standard deviations.
 
-    One equation for each bin, one for the number of rows, one for the number of lookups. A bin may be off by what
+    One equation for each bin, one for the rows never hit, where there should be none, one for the number of rows, one
+    for the number of lookups. A bin may be off by what
     chance does to its rows, less because published histograms are often means over batches or tables.
     """
     probability = np.minimum(rates / lookups, 1.0)
-    found = _rows_of_bins(shares, rows, lookups, share_of)
+    found, every_row = _rows_of_bins(shares, rows, lookups, share_of)
     deviation = 0.005 * found + 0.02 * np.sqrt(found) + 0.01
     if share_of == "rows":  # how many distinct rows there are is not said, and follows from the number of lookups
         hit = -np.diff(_exceeds(lookups, probability, _EDGES), append=0.0)
@@ -194,14 +204,16 @@ def _equations(
     else:
         terms = -np.diff(_exceeds(lookups - 1.0, probability, _EDGES - 1.0), append=0.0) * rates[:, None]
         wanted, deviation = lookups * shares, deviation * _hits_of_bins(lookups)
+    missed = _never(probability, lookups) * (every_row / (0.001 * rows))
     totals = np.column_stack([np.full(rates.size, 1.0 / rows), rates / lookups]) * 1e4
-    return np.column_stack([terms / deviation, totals]), np.append(wanted / deviation, [1e4, 1e4])
+    return np.column_stack([terms / deviation, missed, totals]), np.append(wanted / deviation, [0.0, 1e4, 1e4])
 
 
 def _solve(start: NDArray[np.float64], terms: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[points] rows ``start * exp(x)`` for which the equations hold best and ``x`` is straight (Levenberg-Marquardt).
+    """[points] rows ``start * exp(x)`` for which the equations hold best and ``x`` is straight.
 
-    A straight ``x`` turns a power law into another one, so only what is no power law is penalised.
+    Levenberg-Marquardt, damped by how much of a promised gain a step keeps [Madsen2004lsq, section 3.2]. A straight
+    ``x`` turns a power law into another one, so only what is no power law is penalised.
     """
     bend = np.diff(np.eye(start.size), 2, axis=0)
     penalty = _CURVATURE * bend.T @ bend + _RIDGE * np.eye(start.size)
@@ -210,22 +222,25 @@ def _solve(start: NDArray[np.float64], terms: NDArray[np.float64], wanted: NDArr
         error = (start * np.exp(x)) @ terms - wanted
         return float(error @ error + x @ penalty @ x), error
 
-    x, damping = np.zeros(start.size), 1.0
+    x, damping, small = np.zeros(start.size), 1.0, 0
     current, error = loss(x)
     for step in range(_STEPS):
         slope = (start * np.exp(x))[:, None] * terms
         curvature, gradient = slope @ slope.T + penalty, slope @ error + penalty @ x
+        growth = 2.0
         while True:
-            move = np.linalg.solve(curvature + damping * np.eye(start.size), -gradient)
-            moved = x + np.clip(move, -2.0, 2.0)
-            better, its_error = loss(moved)
+            move = np.clip(np.linalg.solve(curvature + damping * np.eye(start.size), -gradient), -2.0, 2.0)
+            better, its_error = loss(x + move)
             if better < current or damping > 1e12:
                 break
-            damping *= 4.0
+            damping, growth = damping * growth, 2.0 * growth
         if better >= current:
             break
-        gain, x, current, error = current - better, moved, better, its_error
-        damping = max(damping / 8.0, 1e-6)
-        if step > 3 and gain < 1e-3 * current:
+        gain, promised = current - better, -float(move @ (2.0 * gradient + curvature @ move))
+        kept = min(gain / promised, 1.0) if promised > 0 else 0.0
+        damping = max(damping * max(1.0 / 3.0, 1.0 - (2.0 * kept - 1.0) ** 3), 1e-6)
+        small = small + 1 if gain < 1e-3 * current else 0
+        x, current, error = x + move, better, its_error
+        if step > 3 and small == _PATIENCE:
             break
     return np.asarray(start * np.exp(x))
