@@ -10,7 +10,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from benchmarks.significance import RatioEstimate, geometric_mean, ratio_estimate
-from benchmarks.two_hosts_plans import DEFAULT, OURS
+from benchmarks.sources import workload_id
+from benchmarks.two_hosts_plans import DEFAULT, OURS, RANKS
+from benchmarks.two_hosts_traffic import least_link_bytes
+from benchmarks.two_hosts_workloads import load_two_hosts_source
 from torchrec_neuroshard.problem import (
     COLUMN_WISE,
     DATA_PARALLEL,
@@ -20,6 +23,7 @@ from torchrec_neuroshard.problem import (
     TABLE_ROW_WISE,
     TABLE_WISE,
 )
+from torchrec_neuroshard.workload import WorkloadError
 
 PLAN_KIND, ROUND_KIND = "two_hosts_plan", "two_hosts_round"
 _ABBREVIATIONS = {
@@ -69,11 +73,14 @@ class CaseResult:
         workload: its source.
         link_gbps: Gbit/s of the link.
         planners: the planners.
+        least_bytes: computed: what any plan sends at least over the link in a step, without headers; None where the
+            workload's file is gone or has changed.
     """
 
     workload: str
     link_gbps: float
     planners: tuple[PlannerResult, ...]
+    least_bytes: float | None
 
     def of(self, planner: str) -> PlannerResult:
         """One planner's result."""
@@ -119,8 +126,16 @@ def summarize(plans: Sequence[dict[str, Any]], rounds: Sequence[dict[str, Any]])
             _planner_result(planner, record, by_plan[record["plan_id"]], steps, of_planner[OURS]["plan_id"])
             for planner, record in of_planner.items()
         )
-        result.append(CaseResult(key[0], key[2], planners))
+        result.append(CaseResult(key[0], key[2], planners, _least_bytes(key[0], key[1])))
     return sorted(result, key=lambda case: (case.link_gbps, case.workload))
+
+
+def _least_bytes(source: str, identity: str) -> float | None:
+    try:
+        workload = load_two_hosts_source(source, RANKS)
+    except WorkloadError:
+        return None
+    return least_link_bytes(workload) if workload_id(workload) == identity else None
 
 
 def _planner_result(
@@ -169,6 +184,8 @@ def print_summary(cases: Sequence[CaseResult], console: Console) -> None:
 def _case_table(case: CaseResult) -> RichTable:
     rounds = case.of(OURS).ours_to_this.rounds
     title = f"{case.workload}, link of {case.link_gbps:g} Gbit/s: measured in {rounds} rounds, and predicted"
+    if case.least_bytes is not None:
+        title += f"; no plan sends less than {case.least_bytes / 1e6:.2f} MB and headers (computed)"
     table = RichTable(title=title, title_justify="left")
     left, right = (
         ("planner", "tables"),

@@ -14,6 +14,7 @@ from benchmarks.two_hosts import case_of, main, records_of
 from benchmarks.two_hosts_plans import DEFAULT, OURS, UNTOLD, Links
 from benchmarks.two_hosts_rank import link_bytes_sent
 from benchmarks.two_hosts_summary import PLAN_KIND, ROUND_KIND, complete_rounds, summarize
+from benchmarks.two_hosts_traffic import least_link_bytes
 from benchmarks.two_hosts_workloads import SEEDS, load_two_hosts_source, two_hosts_workload_json
 from torchrec_neuroshard.measure import netns
 from torchrec_neuroshard.workload import WorkloadError
@@ -120,6 +121,27 @@ def test_summary_compares_within_rounds() -> None:
     assert default.ours_to_this.ratio == pytest.approx(0.8) and default.ours_to_this.high == pytest.approx(0.8)
     assert default.ours_to_this.rounds == 5
     assert case.best_of_torchrec.plan_id == "m"
+    assert case.least_bytes is None  # no such workload
+
+
+def test_least_bytes_are_those_of_the_best_type_of_each_table(tmp_path: Path) -> None:
+    workload = load_two_hosts_source(str(small_file(tmp_path)), 4)
+    crossing = 4 * BATCH / 2
+    wide = crossing * (2 * 64 * 4 + 3 * 8 + 8)  # outputs and their gradients, ids, a length
+    rows = crossing * (2 * 32 * 4 + 2 * 8 + 8)
+    copies = 2 * 2 * 3 / 4 * 10 * 16 * 4  # a ring's two hops between the hosts
+    assert least_link_bytes(workload) == pytest.approx(wide + rows + copies)
+
+
+def test_no_shipped_plan_sends_less_than_the_least() -> None:
+    store = ROOT / "benchmarks/records/intel_xeon_l2_2m_l3_300m/two_hosts.jsonl.xz"
+    cases = summarize(records_of(store, PLAN_KIND), records_of(store, ROUND_KIND))
+    assert len(cases) == len(SEEDS)
+    for case in cases:
+        assert case.least_bytes is not None
+        over = [result.link_bytes / case.least_bytes for result in case.planners]
+        assert min(over) > 1.02  # headers
+        assert case.of(OURS).link_bytes < 1.05 * case.least_bytes
 
 
 @pytest.fixture
