@@ -140,15 +140,21 @@ class _Search:
         splits = list(dict.fromkeys([base, _splits_of(self._problem, self._best)]))
         if self._until(_SHARE_OF_TARGETS)():  # one placement has to do, but it has to be
             return self._hurried(base)
-        scored = score(self._simulator, splits, self._config)
-        if self._simulator.additive:  # often there is nothing to gain by cuts, and that can be known
+        scored: list[Scored] = []
+        additive = self._simulator.additive
+        if additive or self._config.timeout_seconds is not None:  # else all are placed in one go, which is faster
+            scored, splits = score(self._simulator, splits, self._config), []
+        if additive:  # often there is nothing to gain by cuts, and that can be known
             self._consider("refined first", self._placed(scored[0]) or self._best)
             if self._balanced(_BALANCED):
                 return scored
         if not self._out_of_time():
-            targets = [target for target in target_splits(self._simulator, base) if target not in splits]
-            scored += score(self._simulator, targets, self._config, self._until(_SHARE_OF_TARGETS))
+            known = {one.splits for one in scored}
+            targets = [target for target in target_splits(self._simulator, base) if target not in known]
+            candidates = list(dict.fromkeys([*splits, *targets]))
+            scored += score(self._simulator, candidates, self._config, self._until(_SHARE_OF_TARGETS))
             scored.sort(key=lambda s: s.rating)
+        self._note_scored("placed start", scored[0])
         self._consider("refined start", self._placed(scored[0]) or self._best)
         return scored
 
@@ -162,8 +168,7 @@ class _Search:
         """Cuts tables one after another, and refines the best found."""
 
         def on_level(level: int, scored: Scored) -> None:
-            if np.isfinite(scored.total_ms):  # else no candidate of the level fits in memory
-                self._note(f"beam level {level}", scored.total_ms, sum(map(len, scored.splits)))
+            self._note_scored(f"beam level {level}", scored)
 
         found = beam_search(self._simulator, starts, self._config, self._until(_SHARE_BEFORE_LAST), on_level)
         for index, scored in enumerate(found, start=1):
@@ -208,6 +213,10 @@ class _Search:
         if not np.isfinite(scored.total_ms):
             return None
         return placement_of(self._problem, scored.splits, scored.placement.ranks)
+
+    def _note_scored(self, step: str, scored: Scored) -> None:
+        if np.isfinite(scored.total_ms):  # else no candidate fits in memory
+            self._note(step, scored.total_ms, sum(map(len, scored.splits)))
 
     def _note(self, step: str, total_ms: float, shards: int) -> None:
         seconds = round(self._elapsed(), 4)

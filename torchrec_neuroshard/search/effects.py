@@ -45,8 +45,8 @@ def improves(before: PlacementState, after: PlacementState) -> bool:
 
 def ranked(
     state: PlacementState, effects: Effects, by_total: int, by_compute: int, slack: float = 0.0
-) -> NDArray[np.int64]:
-    """Indices of changes that fit and relieve the ranks they touch, least total first.
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Changes that fit and relieve the ranks they touch: their indices and predicted totals, least total first.
 
     Changes are chosen by the linear estimate of their total, and by compute alone: the collectives of a measured model
     are no straight line.
@@ -71,11 +71,9 @@ def ranked(
         indices = np.flatnonzero(effects.fits & promising)
         parts.append(indices[np.lexsort((second[indices], first[indices]))][:most])
     chosen = np.unique(np.concatenate(parts))
-    if not chosen.size:
-        return chosen
-    total = _totals(state, effects, chosen)
-    result: NDArray[np.int64] = chosen[np.argsort(total, kind="stable")]
-    return result
+    total = _totals(state, effects, chosen) if chosen.size else np.zeros(0)
+    order = np.argsort(total, kind="stable")
+    return chosen[order], total[order]
 
 
 def promised_ms(state: PlacementState, effects: Effects) -> NDArray[np.float64]:

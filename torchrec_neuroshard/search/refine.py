@@ -25,6 +25,7 @@ _PARTNER_LIMIT = 16  # ranks considered as partners, lightest first
 _COUNTS = 0.02  # share of the total below which a pressure is left alone
 _BY_TOTAL, _BY_COMPUTE = 12, 36  # changes priced with collectives
 _TRIES = 3  # finalists rebuilt before giving up
+_ROUNDING = 1e-9  # relative, between a total that is updated and one that is summed up afresh
 
 
 def refine(simulator: PlanSimulator, placement: Placement, out_of_time: Callable[[], bool]) -> Placement:
@@ -63,7 +64,10 @@ def _best_successor(state: PlacementState) -> PlacementState | None:
         if not len(changes):
             continue
         effects = _effects(state, _Members.of(state.arrays, changes), len(changes))
-        for index in ranked(state, effects, _BY_TOTAL, _BY_COMPUTE)[:_TRIES].tolist():
+        best, totals = ranked(state, effects, _BY_TOTAL, _BY_COMPUTE)
+        for index, total_ms in zip(best[:_TRIES].tolist(), totals.tolist()):
+            if not structural and total_ms > state.total_ms * (1 + _ROUNDING):
+                break  # whole shards keep their tables' sharding types, so this total is what would come out
             arrays, touched = changes.apply(index, state.simulator, state.arrays)
             successor = PlacementState(state.simulator, arrays, state, touched)
             if improves(state, successor):

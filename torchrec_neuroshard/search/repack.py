@@ -113,7 +113,8 @@ def _try(
         return None
     effects = _effects(state, base, tables, kinds)
     slack = limit / state.total_ms - 1
-    for index in ranked(state, effects, _BY_TOTAL, _BY_COMPUTE, slack)[:_TRIES].tolist():
+    best, _ = ranked(state, effects, _BY_TOTAL, _BY_COMPUTE, slack)
+    for index in best[:_TRIES].tolist():
         rebuilt = _rebuilt(simulator, arrays, off, tables, ranks, kinds[index])
         successor = PlacementState(simulator, rebuilt, state, ranks)
         if successor.total_ms <= limit:
